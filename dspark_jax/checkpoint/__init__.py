@@ -1,0 +1,1 @@
+"""Checkpoints: DeepSeek's safetensors layout in and out."""

@@ -1,0 +1,76 @@
+"""How module parameters and checkpoint tensors correspond (DeepSeek-V4's published key names; weights there are [out, in])."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from flax import nnx
+
+Path = tuple[str | int, ...]
+
+# Vectors and tables that both sides store alike; every other `.weight` is a linear map, stored transposed.
+_STRAIGHT = {"embed", "markov_w1", "norm", "q_norm", "kv_norm", "attn_norm", "ffn_norm", "main_norm"}
+_HYPER = {"hc_attn", "hc_ffn", "hc_head"}
+_FP32 = {"fn", "base", "scale", "ape", "attn_sink", "bias"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One module parameter and the checkpoint tensors that hold it.
+
+    Attributes:
+      keys: tensor names; several for stacked experts, in expert order.
+      shape: the shape each of them has in the file.
+      load: file arrays -> module array.
+      save: module array -> file arrays.
+      dtype: "fp32", "int", or "weight" (bf16 in published files).
+    """
+
+    path: Path
+    keys: tuple[str, ...]
+    shape: tuple[int, ...]
+    load: Callable[[list[np.ndarray]], np.ndarray]
+    save: Callable[[np.ndarray], list[np.ndarray]]
+    dtype: str
+
+
+def entries(params: nnx.State) -> list[Entry]:
+    """The correspondence for every parameter of a `SpeculativeLM` (shapes suffice)."""
+    return [_entry(path, tuple(variable.get_value().shape)) for path, variable in nnx.to_flat_state(params)]
+
+
+def _entry(path: Path, shape: tuple[int, ...]) -> Entry:
+    names = [str(p) for p in path[1:]]  # without "target" or "draft"
+    leaf = names[-1]
+    kind = "int" if leaf == "tid2eid" else "fp32" if leaf in _FP32 else "weight"
+    if len(names) > 1 and names[-2] == "experts":
+        keys = tuple(".".join([*names[:-1], str(e), leaf, "weight"]) for e in range(shape[0]))
+        return Entry(path, keys, shape[:0:-1], lambda a: np.stack([x.T for x in a]), lambda w: [x.T for x in w], kind)
+    if leaf == "wo_a":
+        groups, inputs, rank = shape
+        key = ".".join([*names, "weight"])
+        return Entry(
+            path,
+            (key,),
+            (groups * rank, inputs),
+            lambda a: a[0].reshape(groups, rank, inputs).transpose(0, 2, 1),
+            lambda w: [w.transpose(0, 2, 1).reshape(groups * rank, inputs)],
+            kind,
+        )
+    if len(names) > 1 and names[-2] in _HYPER:
+        key = ".".join([*names[:-2], f"{names[-2]}_{leaf}"])
+        transposed = leaf == "fn"
+    elif leaf in ("gate_bias", "joint_bias"):
+        key, transposed = ".".join([*names[:-1], leaf.replace("_bias", "_proj.bias")]), False
+        kind = "fp32"
+    else:
+        key = ".".join(names)
+        transposed = leaf == "weight" and names[-2] not in _STRAIGHT
+    if transposed:
+        return Entry(path, (key,), shape[::-1], lambda a: a[0].T, lambda w: [w.T], kind)
+    return Entry(path, (key,), shape, lambda a: a[0], lambda w: [w], kind)
+
+
+def from_tensors(params: nnx.State, tensors: Mapping[str, np.ndarray]) -> dict[Path, np.ndarray]:
+    """Module arrays by path from checkpoint tensors that are all present and well shaped."""
+    return {e.path: e.load([np.asarray(tensors[k]) for k in e.keys]) for e in entries(params)}

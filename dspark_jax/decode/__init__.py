@@ -1,0 +1,1 @@
+"""Decoding: sampling, verification and the speculative round."""

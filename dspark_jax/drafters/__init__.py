@@ -1,0 +1,1 @@
+"""Drafters: how a block of tokens is proposed."""

@@ -1,0 +1,168 @@
+"""DSpark embedded in a V4-style target: three or so MoE stages that draft a block in one pass (paper section 3; `mtp.*` keys).
+
+Each stage is a block of the target's own shape with a window of context keys made from the target's tapped layers. The block's
+rows see each other in both directions.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int
+
+from dspark_jax.config import DraftConfig, TargetConfig
+from dspark_jax.decode.noise import draft_gumbel
+from dspark_jax.decode.protocols import Proposal
+from dspark_jax.decode.rows import Rows
+from dspark_jax.decode.sampling import SamplingState, processed_logits
+from dspark_jax.drafters.heads import ConfidenceHead, MarkovHead, sequential_head
+from dspark_jax.models.attention import Projections, sink_attention
+from dspark_jax.models.block import Block
+from dspark_jax.models.cache import ring_history, ring_write, zero_where
+from dspark_jax.models.deepseek_v4 import DeepseekV4
+from dspark_jax.models.hyper_connection import HyperHead
+from dspark_jax.models.layers import Linear, RMSNorm
+from dspark_jax.models.moe import MoEAux
+
+
+class Stage(Block):
+    """One draft stage. The first also projects the taps; the last also owns the heads."""
+
+    def __init__(self, config: TargetConfig, draft: DraftConfig, index: int, *, rngs: nnx.Rngs):
+        super().__init__(config, Projections(config, False, rngs=rngs), False, rngs=rngs)
+        d = config.hidden_size
+        first, last = index == 0, index == draft.num_stages - 1
+        self.main_proj = Linear(len(draft.target_layer_ids) * d, d, rngs=rngs) if first else None
+        self.main_norm = RMSNorm(d, config.rms_norm_eps) if first else None
+        self.norm = RMSNorm(d, config.rms_norm_eps) if last else None
+        self.hc_head = HyperHead(config) if last else None
+        self.markov_head = sequential_head(draft, d, config.vocab_size, rngs=rngs) if last else None
+        rank = 0 if draft.head == "none" else draft.markov_rank
+        self.confidence_head = ConfidenceHead(d + rank, rngs=rngs) if last else None
+
+
+class DSpark(nnx.Module):
+    """The stages of one checkpoint. The target's embedding and head are shared, so methods take the target."""
+
+    def __init__(self, config: TargetConfig, draft: DraftConfig, *, rngs: nnx.Rngs):
+        self.mtp = nnx.List([Stage(config, draft, i, rngs=rngs) for i in range(draft.num_stages)])
+        self.config, self.draft = config, draft
+
+    def context_kv(self, context: Float[Array, "B m*d"], position: Int[Array, "B"]) -> list[Float[Array, "B c"]]:
+        """Context keys of every stage from concatenated taps (eqs. 2 and 3). The norm is applied once, after the projection."""
+        first = self.mtp[0]
+        main = first.main_norm(first.main_proj(context))
+        return [stage.attn.key_value(main, position) for stage in self.mtp]
+
+    def block(
+        self,
+        target: DeepseekV4,
+        anchor: Int[Array, "N"],
+        position: Int[Array, "N"],
+        active: Bool[Array, "N"],
+        history: Sequence[Float[Array, "N W c"]],
+        history_visible: Bool[Array, "N W"],
+    ) -> tuple[Float[Array, "N gamma d"], tuple[MoEAux, ...]]:
+        """Hidden rows (before the final norm) of the block `[anchor, noise × (gamma - 1)]`, anchor at `position`.
+
+        `history[s]` are stage s's context keys in front of the anchor; keys that are not visible must be finite.
+        """
+        gamma = self.draft.block_size
+        n = anchor.shape[0]
+        ids = jnp.full((n, gamma), self.draft.noise_token_id, anchor.dtype).at[:, 0].set(anchor)
+        at = (position[:, None] + jnp.arange(gamma)).reshape(-1)
+        valid = jnp.repeat(active, gamma)
+        streams = target.embed_streams(ids.reshape(-1))
+        visible = jnp.concatenate([history_visible, jnp.ones((n, gamma), bool)], axis=1)
+        visible = jnp.broadcast_to(visible[:, None], (n, gamma, visible.shape[1]))
+        aux = []
+        for s, stage in enumerate(self.mtp):
+
+            def attend(x, stage=stage, s=s):
+                _, query = stage.attn.query(x, at)
+                own = stage.attn.key_value(x, at).reshape(n, gamma, -1)
+                keys = jnp.concatenate([history[s].astype(own.dtype), own], axis=1)
+                heads, _ = sink_attention(query.reshape(n, gamma, *query.shape[1:]), keys[:, None], visible, None, stage.attn.attn_sink[...])
+                return stage.attn.output(heads.reshape(n * gamma, *heads.shape[2:]), at), None
+
+            with jax.named_scope(f"stage_{s}"):
+                streams, _, moe = stage(streams, ids.reshape(-1), valid, attend, target.axis)
+            aux.append(moe)
+        return self.mtp[-1].hc_head(streams).reshape(n, gamma, -1), tuple(aux)
+
+    def base_logits(self, target: DeepseekV4, hidden: Float[Array, "... d"]) -> Float32[Array, "... V"]:
+        """Logits of the parallel pass, by the target's head behind the last stage's norm."""
+        return target.head(self.mtp[-1].norm(hidden), jnp.float32)
+
+    def forced(
+        self, target: DeepseekV4, hidden: Float[Array, "N gamma d"], previous: Int[Array, "N gamma"]
+    ) -> tuple[Float32[Array, "N gamma V"], Float32[Array, "N gamma"]]:
+        """Logits and confidence logits when row k follows token `previous[:, k]` (training; slot 0 follows the anchor)."""
+        head, last = self.mtp[-1].markov_head, self.mtp[-1]
+        logits = self.base_logits(target, hidden)
+        if not isinstance(head, MarkovHead):
+            return logits, last.confidence_head(hidden, hidden[..., :0])
+        embedded = head.embed(previous).astype(hidden.dtype)
+        state, features = head.start(hidden.shape[0]), []
+        for k in range(hidden.shape[1]):
+            state, feature = head.feature(state, embedded[:, k], hidden[:, k])
+            features.append(feature)
+        return logits + head.bias(jnp.stack(features, axis=1)), last.confidence_head(hidden, embedded)
+
+    def sample(
+        self,
+        target: DeepseekV4,
+        hidden: Float[Array, "R gamma d"],
+        anchor: Int[Array, "R"],
+        position: Int[Array, "R"],
+        sampling: SamplingState,
+    ) -> Proposal:
+        """Draws the block left to right; each token is drawn from logits already rounded to bf16 (what is stored)."""
+        head, last = self.mtp[-1].markov_head, self.mtp[-1]
+        base = self.base_logits(target, hidden)
+        state = head.start(anchor.shape[0])
+        previous, tokens, kept, confidence = anchor, [], [], []
+        for k in range(hidden.shape[1]):
+            row = base[:, k]
+            embedded = hidden[:, k, :0]
+            if isinstance(head, MarkovHead):
+                embedded = head.embed(previous).astype(hidden.dtype)
+                state, feature = head.feature(state, embedded, hidden[:, k])
+                row = row + head.bias(feature)
+            confidence.append(last.confidence_head(hidden[:, k], embedded))
+            logits: BFloat16[Array, "R V"] = processed_logits(row, sampling.temperature, sampling.top_k, sampling.top_p).astype(jnp.bfloat16)
+            noise = draft_gumbel(sampling.seed, position, k, row.shape[-1])
+            previous = jnp.argmax(logits.astype(jnp.float32) + noise, axis=-1).astype(anchor.dtype)
+            tokens.append(previous)
+            kept.append(logits)
+        return Proposal(jnp.stack(tokens, 1), jnp.stack(kept, 1), jnp.stack(confidence, 1))
+
+
+class DSparkDrafter:
+    """`decode.protocols.Drafter` over a target and its embedded stages; built inside the traced program."""
+
+    def __init__(self, target: DeepseekV4, stages: DSpark):
+        self.target, self.stages = target, stages
+
+    @property
+    def block_size(self) -> int:
+        return self.stages.draft.block_size
+
+    def init_cache(self, slots: int) -> tuple[Float[Array, "R n c"], ...]:
+        """One ring of `W + gamma` context keys a stage, and its trash slot."""
+        c = self.stages.config
+        shape = (slots, c.sliding_window + self.block_size + 1, c.head_dim)
+        return tuple(jnp.zeros(shape, self.target.dtype) for _ in self.stages.mtp)
+
+    def write_context(self, context: Float[Array, "B m*d"], rows: Rows, keep: Bool[Array, "B"], cache):
+        keys = self.stages.context_kv(context, rows.position)
+        keep = rows.to_lanes(keep) & rows.lane_valid
+        return tuple(ring_write(ring, zero_where(rows.to_lanes(k), ~keep), rows, keep) for ring, k in zip(cache, keys, strict=True))
+
+    def propose(self, anchor: Int[Array, "R"], position: Int[Array, "R"], active: Bool[Array, "R"], sampling: SamplingState, cache) -> Proposal:
+        window = self.stages.config.sliding_window
+        history = [ring_history(ring, position, window) for ring in cache]
+        visible = (position[:, None] - window + jnp.arange(window)) >= 0
+        hidden, _ = self.stages.block(self.target, anchor, position, active, history, visible)
+        return self.stages.sample(self.target, hidden, anchor, position, sampling)

@@ -1,0 +1,89 @@
+"""Sequential heads of DSpark (paper section 3.2, eqs. 4-7): a low-rank bias from the tokens drafted so far, and a confidence."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int
+
+from dspark_jax.config import DraftConfig
+from dspark_jax.models.layers import Embedding, Linear, dot
+
+
+class MarkovHead(nnx.Module):
+    """Bias from the previous token alone: `W2 W1[x]` (eq. 5). `markov_w2` is stored (rank, vocabulary)."""
+
+    def __init__(self, hidden: int, vocab: int, rank: int, *, rngs: nnx.Rngs):
+        self.markov_w1 = Embedding(vocab, rank, rngs=rngs, std=0.01)
+        self.markov_w2 = Linear(rank, vocab, rngs=rngs, std=0.01)
+        self.rank = rank
+
+    def start(self, rows: int) -> Float32[Array, "B s"]:
+        """The state in front of the first draft."""
+        return jnp.zeros((rows, 0), jnp.float32)
+
+    def embed(self, token: Int[Array, "B"]) -> Float[Array, "B r"]:
+        return self.markov_w1(token)
+
+    def feature(self, state: Float32[Array, "B s"], embedded: Float[Array, "B r"], hidden: Float[Array, "B d"]) -> tuple[Float32[Array, "B s"], Float[Array, "B r"]]:
+        """New state and the rank-r feature whose product with W2 is the bias."""
+        return state, embedded
+
+    def bias(self, feature: Float[Array, "B r"]) -> Float32[Array, "B V"]:
+        return self.markov_w2(feature, jnp.float32)
+
+
+class GatedHead(MarkovHead):
+    """`W2 (sigmoid(W_g [h; W1[x]]) * W1[x])`: the hidden row decides how much the previous token counts."""
+
+    def __init__(self, hidden: int, vocab: int, rank: int, *, rngs: nnx.Rngs):
+        super().__init__(hidden, vocab, rank, rngs=rngs)
+        self.gate_proj = Linear(hidden + rank, rank, rngs=rngs)
+        self.gate_bias = nnx.Param(jnp.zeros((rank,)))
+
+    def feature(self, state, embedded, hidden):
+        gate = self.gate_proj(jnp.concatenate([hidden, embedded], -1), jnp.float32) + self.gate_bias[...].astype(jnp.float32)
+        return state, (jax.nn.sigmoid(gate) * embedded.astype(jnp.float32)).astype(embedded.dtype)
+
+
+class RNNHead(MarkovHead):
+    """A gated recurrence over the drafted tokens (eq. 6): `z = [s; W1[x]; h]` gives gate, candidate and output."""
+
+    def __init__(self, hidden: int, vocab: int, rank: int, *, rngs: nnx.Rngs):
+        super().__init__(hidden, vocab, rank, rngs=rngs)
+        self.joint_proj = Linear(2 * rank + hidden, 3 * rank, rngs=rngs)
+        self.joint_bias = nnx.Param(jnp.zeros((3 * rank,)))
+
+    def start(self, rows):
+        return jnp.zeros((rows, self.rank), jnp.float32)
+
+    def feature(self, state, embedded, hidden):
+        joint = jnp.concatenate([state.astype(embedded.dtype), embedded, hidden], -1)
+        out = self.joint_proj(joint, jnp.float32) + self.joint_bias[...].astype(jnp.float32)
+        gate, candidate, output = jnp.split(out, 3, axis=-1)
+        gate = jax.nn.sigmoid(gate)
+        return gate * state + (1 - gate) * jnp.tanh(candidate), jnp.tanh(output).astype(embedded.dtype)
+
+
+class NoHead(nnx.Module):
+    """No sequential head: block positions are drafted independently (the DFlash form)."""
+
+    def start(self, rows: int) -> Float32[Array, "B s"]:
+        return jnp.zeros((rows, 0), jnp.float32)
+
+
+class ConfidenceHead(nnx.Module):
+    """Logit of P(draft k survives | the drafts before it did) from `[h_k; W1[x_{k-1}]]`, fp32 (eq. 7)."""
+
+    def __init__(self, inputs: int, *, rngs: nnx.Rngs):
+        self.proj = Linear(inputs, 1, rngs=rngs, std=0.01)
+
+    def __call__(self, hidden: Float[Array, "B d"], embedded: Float[Array, "B r"]) -> Float32[Array, "B"]:
+        return dot(jnp.concatenate([hidden, embedded.astype(hidden.dtype)], -1), self.proj.weight[...], jnp.float32)[..., 0]
+
+
+def sequential_head(config: DraftConfig, hidden: int, vocab: int, *, rngs: nnx.Rngs) -> MarkovHead | NoHead:
+    """The head that `config.head` names."""
+    if config.head == "none":
+        return NoHead()
+    kind = {"markov": MarkovHead, "gated": GatedHead, "rnn": RNNHead}[config.head]
+    return kind(hidden, vocab, config.markov_rank, rngs=rngs)

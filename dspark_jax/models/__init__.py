@@ -1,0 +1,1 @@
+"""Target models as flax.nnx modules, one concept a file."""

@@ -1,0 +1,38 @@
+"""A transformer block: attention and mixture of experts, each inside a hyper-connection."""
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from dspark_jax.config import TargetConfig
+from dspark_jax.models.attention import Projections
+from dspark_jax.models.hyper_connection import HyperConnection
+from dspark_jax.models.layers import RMSNorm
+from dspark_jax.models.moe import MoE, MoEAux
+
+
+class Block(nnx.Module):
+    """One layer of the target or one draft stage; `attn` is its attention module, called by the given function."""
+
+    def __init__(self, config: TargetConfig, attn: Projections, hashed: bool, *, rngs: nnx.Rngs):
+        self.attn = attn
+        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hc_attn = HyperConnection(config)
+        self.hc_ffn = HyperConnection(config)
+        self.ffn = MoE(config, hashed, rngs=rngs)
+
+    def __call__(
+        self,
+        streams: Float[Array, "B n d"],
+        token: Int[Array, "B"],
+        valid: Bool[Array, "B"],
+        attend: Callable[[Float[Array, "B d"]], tuple[Float[Array, "B d"], Any]],
+        axis: str | None,
+    ) -> tuple[Float[Array, "B n d"], Any, MoEAux]:
+        """New streams, whatever `attend` returns beside its output, and the router's statistics."""
+        streams, rest = self.hc_attn(streams, lambda x: attend(self.attn_norm(x)))
+        streams, aux = self.hc_ffn(streams, lambda x: self.ffn(self.ffn_norm(x), token, valid, axis))
+        return streams, rest, aux

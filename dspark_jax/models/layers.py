@@ -1,0 +1,90 @@
+"""Linear maps, norms and rotary positions, with one rule of precision each."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int
+
+from dspark_jax.config import RopeConfig
+
+
+def dot(x: Float[Array, "... i"], weight: Float[Array, "i o"], out_dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "... o"]:
+    """`x @ weight` in x's dtype with fp32 accumulation; fp32 inputs use full fp32 products on every device."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    y = jnp.matmul(x, weight.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
+    return y.astype(x.dtype if out_dtype is None else out_dtype)
+
+
+def rms_norm(x: Float[Array, "... d"], weight: Float[Array, "d"] | None, eps: float) -> Float[Array, "... d"]:
+    """Root-mean-square norm in fp32, multiplied by the weight in fp32, rounded once."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
+    return (y if weight is None else y * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    """A linear map without bias; `weight` is stored (in, out)."""
+
+    def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs, std: float | None = None):
+        std = 1 / math.sqrt(inputs) if std is None else std
+        self.weight = nnx.Param(std * jax.random.normal(rngs.params(), (inputs, outputs)))
+
+    def __call__(self, x: Float[Array, "... i"], out_dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "... o"]:
+        return dot(x, self.weight[...], out_dtype)
+
+
+class RMSNorm(nnx.Module):
+    """`rms_norm` with a learned weight."""
+
+    def __init__(self, channels: int, eps: float):
+        self.weight = nnx.Param(jnp.ones((channels,)))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        return rms_norm(x, self.weight[...], self.eps)
+
+
+class Embedding(nnx.Module):
+    """A table of token vectors [vocabulary, channels]."""
+
+    def __init__(self, vocab: int, channels: int, *, rngs: nnx.Rngs, std: float = 0.02):
+        self.weight = nnx.Param(std * jax.random.normal(rngs.params(), (vocab, channels)))
+
+    def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... d"]:
+        return self.weight[...][ids]
+
+
+def rope_frequencies(rope: RopeConfig, compressed: bool) -> np.ndarray:
+    """Angular frequencies, fp32 [dim / 2]. Layers with a compressor use their own theta and YaRN, without mscale."""
+    exponent = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
+    theta = rope.compress_theta if compressed else rope.theta
+    freq = (1.0 / np.float32(theta) ** exponent).astype(np.float32)
+    if compressed and rope.yarn_original > 0:
+
+        def turns_at(turns: float) -> float:
+            return rope.dim * math.log(rope.yarn_original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low = max(math.floor(turns_at(rope.yarn_beta_fast)), 0)
+        high = min(math.ceil(turns_at(rope.yarn_beta_slow)), rope.dim - 1)
+        ramp = np.clip((np.arange(rope.dim // 2, dtype=np.float32) - low) / ((high - low) or 1e-3), 0, 1)
+        freq = freq / rope.yarn_factor * ramp + freq * (1 - ramp)
+    return freq.astype(np.float32)
+
+
+def rotate(x: Float[Array, "... c"], position: Int[Array, "..."], freq: np.ndarray, *, inverse: bool = False) -> Float[Array, "... c"]:
+    """Rotates adjacent pairs of the trailing `2 * len(freq)` channels by `position * freq`, in fp32.
+
+    `position` has x's leading axes, or the first ones of them (it is then broadcast over the others, such as heads).
+    """
+    angle = position.astype(jnp.float32)[..., None] * freq
+    angle = angle.reshape(*position.shape, *([1] * (x.ndim - 1 - position.ndim)), freq.shape[0])
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if inverse:
+        sin = -sin
+    turned: Float32[Array, "..."] = x[..., -2 * freq.shape[0] :].astype(jnp.float32)
+    even, odd = turned[..., 0::2], turned[..., 1::2]
+    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(turned.shape)
+    return jnp.concatenate([x[..., : -2 * freq.shape[0]], turned.astype(x.dtype)], axis=-1)

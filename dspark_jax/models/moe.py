@@ -1,0 +1,95 @@
+"""Mixture of experts: routing, dispatch over the `expert` axis, expert networks and the shared expert."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from dspark_kernels import expert_mlp as expert_kernels
+from dspark_kernels import routing as routing_kernels
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from dspark_jax.config import TargetConfig
+from dspark_jax.decode.rows import mask_rows
+from dspark_jax.models.layers import Linear, dot
+
+
+class MoEAux(NamedTuple):
+    """What balancing needs: rows by expert, and the mean score share of each expert."""
+
+    load: Float32[Array, "E"]
+    share: Float32[Array, "E"]
+
+
+class Gate(nnx.Module):
+    """Router. Hash layers look the experts up by token id (`tid2eid`, fixed); others choose by score plus `bias`."""
+
+    def __init__(self, config: TargetConfig, hashed: bool, *, rngs: nnx.Rngs):
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), (config.hidden_size, config.n_routed_experts)) / math.sqrt(config.hidden_size))
+        self.bias = None if hashed else nnx.Param(jnp.zeros((config.n_routed_experts,)))
+        self.tid2eid = nnx.Param(jnp.zeros((config.vocab_size, config.num_experts_per_tok), jnp.int32)) if hashed else None
+
+
+class Experts(nnx.Module):
+    """The routed experts' weights, stacked [E, in, out]; the leading axis is split over `expert`."""
+
+    def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs):
+        e, d, f = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        self.w1 = nnx.Param(jax.random.normal(rngs.params(), (e, d, f)) / math.sqrt(d))
+        self.w3 = nnx.Param(jax.random.normal(rngs.params(), (e, d, f)) / math.sqrt(d))
+        self.w2 = nnx.Param(jax.random.normal(rngs.params(), (e, f, d)) / math.sqrt(f))
+
+
+class SharedExpert(nnx.Module):
+    """The expert that every row passes, with the same clamp."""
+
+    def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs):
+        width = config.moe_intermediate_size * config.n_shared_experts
+        self.w1 = Linear(config.hidden_size, width, rngs=rngs)
+        self.w3 = Linear(config.hidden_size, width, rngs=rngs)
+        self.w2 = Linear(width, config.hidden_size, rngs=rngs)
+        self.limit = config.swiglu_limit
+
+    def __call__(self, x: Float[Array, "B d"]) -> Float32[Array, "B d"]:
+        hidden = expert_kernels.swiglu(self.w1(x).astype(jnp.float32), self.w3(x).astype(jnp.float32), self.limit)
+        return self.w2(hidden.astype(x.dtype), jnp.float32)
+
+
+class MoE(nnx.Module):
+    """Feed-forward sublayer. `axis` names the mesh axis that experts are split over; None computes all of them here."""
+
+    def __init__(self, config: TargetConfig, hashed: bool, *, rngs: nnx.Rngs):
+        self.gate = Gate(config, hashed, rngs=rngs)
+        self.experts = Experts(config, rngs=rngs)
+        self.shared_experts = SharedExpert(config, rngs=rngs)
+        self.config = config
+
+    def __call__(
+        self, x: Float[Array, "B d"], token: Int[Array, "B"], valid: Bool[Array, "B"], axis: str | None
+    ) -> tuple[Float[Array, "B d"], MoEAux]:
+        """Routed experts plus the shared one; invalid rows come out as zeros."""
+        c = self.config
+        x = mask_rows(x, valid)
+        logits = dot(x, self.gate.weight[...], jnp.float32)
+        hashed = None if self.gate.tid2eid is None else self.gate.tid2eid[...][token]
+        bias = None if self.gate.bias is None else self.gate.bias[...].astype(jnp.float32)
+        routing = routing_kernels.route(
+            logits, top_k=c.num_experts_per_tok, scale=c.routed_scaling_factor, valid=valid, bias=bias, ids=hashed
+        )
+        out = self._experts(x, routing, axis) + self.shared_experts(x)
+        scores = mask_rows(jnp.sqrt(jax.nn.softplus(logits)), valid)
+        share = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-9)
+        aux = MoEAux(routing_kernels.expert_load(routing.ids, c.n_routed_experts), jnp.sum(share, axis=0))
+        return mask_rows(out.astype(x.dtype), valid), aux
+
+    def _experts(self, x: Float[Array, "B d"], routing: routing_kernels.Routing, axis: str | None) -> Float32[Array, "B d"]:
+        w1, w3, w2 = (w[...] for w in (self.experts.w1, self.experts.w3, self.experts.w2))
+        ids, weights = routing
+        if axis is None:
+            return expert_kernels.expert_mlp(x, ids, weights, w1, w3, w2, limit=self.config.swiglu_limit)
+        # Dropless: every rank sees all rows, computes its own experts, and gets its rows' sums back.
+        x, ids, weights = (jax.lax.all_gather(v, axis, tiled=True) for v in (x, ids, weights))
+        local = ids - jax.lax.axis_index(axis) * w1.shape[0]
+        part = expert_kernels.expert_mlp(x, local, weights, w1, w3, w2, limit=self.config.swiglu_limit)
+        return jax.lax.psum_scatter(part, axis, scatter_dimension=0, tiled=True)
