@@ -1,0 +1,126 @@
+"""One tick: verify, commit, write the drafter's context, draft the next block (paper section 3; commit rule in docs/architecture.md)."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from dspark_jax.decode.protocols import Drafter, Target
+from dspark_jax.decode.sampling import SamplingParams, SamplingState
+from dspark_jax.decode.state import CONTEXT, LENGTH, RUNNING, STOP, DecodeState, Emission, Requests, WorkItem, decode_item
+from dspark_jax.decode.verify import speculative_sample
+from dspark_jax.models.cache import zero_where
+
+
+def init_state(target: Target, drafter: Drafter | None, slots: int, max_len: int, stops: int = 8) -> DecodeState:
+    """Idle slots. `max_len` is the most positions of a request, prompt included; `stops` the most stop tokens."""
+    gamma = drafter.block_size if drafter else 0
+    zero = jnp.zeros((slots,), jnp.int32)
+    requests = Requests(
+        length=zero,
+        anchor=zero,
+        drafts=jnp.zeros((slots, gamma), jnp.int32),
+        draft_logits=jnp.zeros((slots, gamma, target.vocab_size), jnp.bfloat16),
+        confidence=jnp.zeros((slots, gamma), jnp.float32),
+        num_drafts=zero,
+        active=jnp.zeros((slots,), bool),
+        emitted=zero,
+        max_tokens=zero,
+        stop=jnp.full((slots, stops), -1, jnp.int32),
+        sampling=SamplingState.from_params([SamplingParams()] * slots),
+    )
+    return DecodeState(
+        requests=requests,
+        target_cache=target.init_cache(slots, max_len, gamma + 1),
+        draft_cache=drafter.init_cache(slots) if drafter else (),
+    )
+
+
+def tick(target: Target, drafter: Drafter | None, state: DecodeState, item: WorkItem, max_len: int) -> tuple[DecodeState, Emission]:
+    """Runs one work item. Without a drafter it is plain decoding through the same code."""
+    requests = state.requests
+    gamma = drafter.block_size if drafter else 0
+    rows = item.rows()
+    with jax.named_scope("target"):
+        hidden, context, target_cache = target.forward(rows, state.target_cache)
+
+    # The rows that predict: the last committed one and every draft behind it.
+    base = item.count - 1 - item.verify
+    index = jnp.clip(base[:, None] + jnp.arange(gamma + 1), 0, rows.width - 1)
+    lanes = rows.to_lanes(hidden)
+    chosen = lanes[jnp.arange(lanes.shape[0])[:, None], index]
+    position = item.start + base
+    with jax.named_scope("verify"):
+        logits = target.logits(zero_where(chosen, jnp.broadcast_to(~item.final[:, None], chosen.shape[:2])))
+        verdict = speculative_sample(
+            logits, requests.draft_logits[:, :gamma], requests.drafts[:, :gamma], item.verify, requests.sampling, position
+        )
+
+    tokens, count, reason = _commit(requests, verdict.accepted, verdict.token, position, item.final, gamma, max_len)
+    alive = item.final & (reason == RUNNING)
+    last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    anchor = jnp.where(item.final, last, requests.anchor)
+    length = jnp.where(item.final, position + count, item.start + item.count)
+    length = jnp.where(item.count > 0, length, requests.length)
+    requests = requests.replace(
+        length=length,
+        anchor=anchor,
+        active=jnp.where(item.final, alive, requests.active),
+        emitted=requests.emitted + count,
+    )
+
+    draft_cache = state.draft_cache
+    if drafter:
+        keep = jnp.where(item.final, base + count, item.count)
+        with jax.named_scope("draft"):
+            draft_cache = drafter.write_context(
+                context, rows, rows.from_lanes(jnp.arange(rows.width) < keep[:, None]) & rows.valid, draft_cache
+            )
+            proposal = drafter.propose(anchor, length, alive, requests.sampling, draft_cache)
+        fresh = alive[:, None]
+        requests = requests.replace(
+            drafts=jnp.where(fresh, proposal.tokens, requests.drafts),
+            draft_logits=jnp.where(fresh[:, :, None], proposal.logits, requests.draft_logits),
+            confidence=jnp.where(fresh, proposal.confidence, requests.confidence),
+            num_drafts=jnp.where(alive, jnp.clip(max_len - 2 - length, 0, gamma), requests.num_drafts),
+        )
+    emission = Emission(token=tokens, count=count, accepted=jnp.where(item.final, verdict.accepted, 0), verified=item.verify, reason=reason)
+    return DecodeState(requests, target_cache, draft_cache), emission
+
+
+def rounds(target: Target, drafter: Drafter | None, state: DecodeState, max_len: int, count: int) -> tuple[DecodeState, Emission]:
+    """`count` decoding rounds in one loop; the emissions are stacked on a new leading axis."""
+    gamma = drafter.block_size if drafter else 0
+
+    def step(state: DecodeState, _: None) -> tuple[DecodeState, Emission]:
+        return tick(target, drafter, state, decode_item(state.requests, gamma), max_len)
+
+    return jax.lax.scan(step, state, None, length=count)
+
+
+def _commit(
+    requests: Requests,
+    accepted: Int[Array, "R"],
+    token: Int[Array, "R"],
+    position: Int[Array, "R"],
+    final: Bool[Array, "R"],
+    gamma: int,
+    max_len: int,
+) -> tuple[Int[Array, "R gamma+1"], Int[Array, "R"], Int[Array, "R"]]:
+    """Tokens, how many of them are committed, and the finish reason.
+
+    The shortest of: accepted + 1; up to and including the first stop token; tokens left to the request; context left.
+    """
+    index = jnp.arange(gamma + 1)
+    drafts = jnp.pad(requests.drafts[:, :gamma], ((0, 0), (0, 1)))
+    tokens = jnp.where(index == accepted[:, None], token[:, None], drafts)
+    stops = jnp.any(tokens[:, :, None] == requests.stop[:, None, :], axis=-1)
+    offered = accepted + 1
+    first_stop = jnp.min(jnp.where(stops & (index < offered[:, None]), index, gamma + 1), axis=1) + 1
+    left = requests.max_tokens - requests.emitted
+    room = max_len - 1 - position
+    count = jnp.minimum(jnp.minimum(offered, first_stop), jnp.minimum(left, room))
+    reason = jnp.where(count == room, CONTEXT, RUNNING)
+    reason = jnp.where(count == left, LENGTH, reason)
+    reason = jnp.where(count == first_stop, STOP, reason)
+    count = jnp.where(final, count, 0)
+    return jnp.where(index < count[:, None], tokens, 0), count, jnp.where(final, reason, RUNNING)

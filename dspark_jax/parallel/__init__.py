@@ -1,0 +1,1 @@
+"""Meshes and how work is spread over them."""
