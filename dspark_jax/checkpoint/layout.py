@@ -1,12 +1,17 @@
-"""How module parameters and checkpoint tensors correspond (DeepSeek-V4's published key names; weights there are [out, in])."""
+"""How module parameters and checkpoint tensors correspond (DeepSeek-V4's key names; weights there are [out, in])."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 from flax import nnx
+from flax.typing import PathParts
 
-Path = tuple[str | int, ...]
+from dspark_jax.config import DraftConfig, TargetConfig
+from dspark_jax.models.speculative import SpeculativeLM
+
+Path = PathParts
 
 # Vectors and tables that both sides store alike; every other `.weight` is a linear map, stored transposed.
 _STRAIGHT = {"embed", "markov_w1", "norm", "q_norm", "kv_norm", "attn_norm", "ffn_norm", "main_norm"}
@@ -32,6 +37,14 @@ class Entry:
     load: Callable[[list[np.ndarray]], np.ndarray]
     save: Callable[[np.ndarray], list[np.ndarray]]
     dtype: str
+
+
+def skeleton(
+    config: TargetConfig, draft: DraftConfig | None, *, dtype: jax.typing.DTypeLike, axis: str | None
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """Graph and parameters of a `SpeculativeLM` with shapes in place of arrays; nothing is allocated."""
+    model = nnx.eval_shape(lambda: SpeculativeLM(config, draft, dtype=dtype, axis=axis, rngs=nnx.Rngs(0)))
+    return nnx.split(model)
 
 
 def entries(params: nnx.State) -> list[Entry]:

@@ -5,7 +5,7 @@ history comes from.
 """
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,10 @@ class AttentionCache:
     window: Float[Array, "R ring+1 c"]
     compressed: CompressorCache | None = None
     index: CompressorCache | None = None
+
+
+# Entries a query may use: the indexer's best, all of them (its first training phase), or random ones (a baseline for it).
+Select = Literal["indexer", "all", "random"]
 
 
 class Entries(NamedTuple):
@@ -168,8 +172,8 @@ class Attention(Projections):
         window = ring_write(cache.window, own, rows)
         return self.output(rows.from_lanes(heads), rows.position), AttentionCache(window, compressed, index)
 
-    def sequence(self, x: Float[Array, "R T d"], select: bool = True) -> tuple[Float[Array, "R T d"], AttentionAux | None]:
-        """Whole sequences from position 0. `select=False` lets queries see every finished entry (the indexer's first phase)."""
+    def sequence(self, x: Float[Array, "R T d"], select: Select = "indexer") -> tuple[Float[Array, "R T d"], AttentionAux | None]:
+        """Whole sequences from position 0; `select` says which finished entries a query of a compressed sparse layer sees."""
         position = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
         latent, query = self.query(x, position)
         own = self.key_value(x, position)
@@ -180,8 +184,9 @@ class Attention(Projections):
             if self.indexer is not None and kv.shape[1]:
                 still_x, still_latent = jax.lax.stop_gradient((x, latent))
                 scores = self.indexer.scores(still_x, still_latent, position, self.indexer.compressor.sequence(still_x))
-                if select:
-                    chosen = self.indexer.select(scores, visible)
+                if select != "all":
+                    ranking = scores if select == "indexer" else jax.random.uniform(jax.random.key(0), scores.shape)
+                    chosen = self.indexer.select(ranking, visible)
                     r, t = jnp.arange(x.shape[0])[:, None, None], jnp.arange(x.shape[1])[:, None]
                     visible = jnp.zeros_like(visible).at[r, t, chosen.index].set(chosen.valid)
             entries = Entries(kv, visible)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from dspark_jax.config import TargetConfig
 from dspark_jax.decode.rows import Rows
-from dspark_jax.models.attention import Attention, AttentionAux, AttentionCache
+from dspark_jax.models.attention import Attention, AttentionAux, AttentionCache, Select
 from dspark_jax.models.block import Block
 from dspark_jax.models.hyper_connection import HyperHead
 from dspark_jax.models.layers import Embedding, Linear, RMSNorm
@@ -90,7 +90,7 @@ class DeepseekV4(nnx.Module):
         """fp32 logits of hidden rows."""
         return self.head(self.norm(hidden), jnp.float32)
 
-    def sequence(self, token: Int[Array, "R T"], valid: Bool[Array, "R T"] | None = None, *, select: bool = True, remat: bool = False) -> SequenceOutput:
+    def sequence(self, token: Int[Array, "R T"], valid: Bool[Array, "R T"] | None = None, *, select: Select = "indexer", remat: bool = False) -> SequenceOutput:
         """Whole sequences from position 0, for training and evaluation; hidden rows are those that `logits` takes."""
         r, t = token.shape
         flat = token.reshape(-1)

@@ -18,356 +18,44 @@ Output folder:
 """
 
 import argparse
-import ast
-import fnmatch
 import hashlib
+import io
 import json
 import lzma
 import random
-import re
-import subprocess
 import sys
-import sysconfig
-import tarfile
 import time
-import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from numpy.lib.format import header_data_from_array_1_0, write_array_header_1_0
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dspark_jax.errors import ConfigError, raise_all
+from dspark_jax.errors import ConfigError
+from dspark_jax.train.sources import (
+    DEFAULT_CONFIG,
+    CorpusConfig,
+    Document,
+    Source,
+    download,
+    load_config,
+    read_source,
+    source_version,
+)
 
 VOCAB_SIZE = 4096
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|noise|>", "<|pad|>")
 BOS, EOS, NOISE, PAD = range(4)
-DEFAULT_CONFIG = Path(__file__).parents[2] / "configs" / "nano_corpus.yaml"
 
 # One pre-token each: a word (underscores belong to it, so `__init__` can become one token) with the space before it;
 # one digit; a run of punctuation together with the line break and indentation after it (`):` + newline + 8 spaces is
 # one unit of Python); a line break with indentation; a run of spaces.
 SPLIT_PATTERN = r" ?[\p{L}\p{M}_]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}_]+(?:\n[ \t]*)*|[ \t]*(?:\n[ \t]*)+|\s+(?!\S)|\s+"
-
-
-@dataclass(frozen=True)
-class Document:
-    """One text of the corpus: `kind` is "code" or "prose"; `package` and `path` say where it came from."""
-
-    kind: str
-    package: str
-    path: str
-    text: str
-
-    @property
-    def key(self) -> float:
-        """Number in [0, 1) fixed by package and path: the split and the caps depend on nothing else."""
-        digest = hashlib.sha256(f"{self.package}/{self.path}".encode()).digest()
-        return int.from_bytes(digest[:8], "big") / 2**64
-
-
-@dataclass(frozen=True)
-class Source:
-    """One row of the package table.
-
-    `use` lists what is read: "code" (*.py), "docs" (*.rst, *.md, *.txt under a documentation folder), "gutenberg"
-    (plain texts that match `include`), "bible" (the table of verses of a pythonbible package).
-    `heldout` is True (the whole package), or a list of patterns of document paths that training never sees.
-    `max_mb` caps the code that the package contributes, 0 for no cap.
-    """
-
-    name: str
-    version: str
-    licence: str
-    use: tuple[str, ...]
-    format: str = "wheel"
-    heldout: bool | tuple[str, ...] = False
-    include: tuple[str, ...] = ()
-    max_mb: float = 0.0
-
-    def holds_out(self, path: str) -> bool:
-        if isinstance(self.heldout, bool):
-            return self.heldout
-        return any(fnmatch.fnmatch(path, pattern) for pattern in self.heldout)
-
-
-@dataclass(frozen=True)
-class CorpusConfig:
-    """The YAML table: `heldout_bytes` is the size wanted per kind, `max_mb` the default cap of a package's code."""
-
-    seed: int
-    heldout_bytes: int
-    max_mb: float
-    tokenizer_bytes: int
-    sources: tuple[Source, ...] = field(repr=False)
-
-
-def load_config(path: Path) -> CorpusConfig:
-    """Reads the package table; raises ConfigError with every faulty row at once."""
-    if not path.is_file():
-        raise ConfigError(f"config {path}: no such file; pass --config with the YAML table of packages")
-    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    faults: list[str] = []
-    sources: list[Source] = []
-    for index, row in enumerate(raw.get("packages", [])):
-        name = row.get("name", f"row {index}")
-        missing = [key for key in ("name", "version", "licence", "use") if not row.get(key)]
-        unknown = sorted(set(row) - set(Source.__dataclass_fields__))
-        if missing or unknown:
-            faults.append(f"{name}: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}; fix the row")
-            continue
-        bad_use = sorted(set(row["use"]) - {"code", "docs", "gutenberg", "bible"})
-        if bad_use or row.get("format", "wheel") not in ("wheel", "sdist", "stdlib"):
-            faults.append(f"{name}: use={row['use']} format={row.get('format')}; see dspark_jax.train.corpus.Source")
-            continue
-        row = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-        sources.append(Source(**{**row, "version": str(row["version"])}))
-    raise_all(ConfigError, str(path), faults)
-    return CorpusConfig(
-        seed=int(raw.get("seed", 0)),
-        heldout_bytes=int(raw.get("heldout_bytes", 1_000_000)),
-        max_mb=float(raw.get("max_mb", 0)),
-        tokenizer_bytes=int(raw.get("tokenizer_bytes", 30_000_000)),
-        sources=tuple(sources),
-    )
-
-
-# Download
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def find_archive(source: Source, cache: Path) -> Path | None:
-    """Archive of this source in the cache folder, or None."""
-    suffixes = (".whl",) if source.format == "wheel" else (".tar.gz", ".zip", ".tar.bz2")
-    for path in sorted(cache.glob("*")):
-        stem = _normal(path.name)
-        if path.name.endswith(suffixes) and stem.startswith(_normal(f"{source.name}-{source.version}") + "-"):
-            return path
-    return None
-
-
-def download(sources: Iterable[Source], cache: Path, jobs: int = 3) -> dict[str, Path]:
-    """Fetches every archive that the cache lacks with `pip download --no-deps`; returns name -> archive.
-
-    Raises ConfigError that names every package pip could not fetch. pip runs the build backend of a source archive to
-    read its metadata, as it does on any installation.
-    """
-    cache.mkdir(parents=True, exist_ok=True)
-
-    def fetch(source: Source) -> tuple[Source, Path | None, str]:
-        found = find_archive(source, cache)
-        if found is not None:
-            return source, found, ""
-        only = "--only-binary" if source.format == "wheel" else "--no-binary"
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(cache)]
-        only_name = ":all:" if source.format == "wheel" else source.name
-        command += [only, only_name, f"{source.name}=={source.version}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines()
-        return source, find_archive(source, cache), lines[0] if lines else "pip wrote no archive"
-
-    archives: dict[str, Path] = {}
-    faults: list[str] = []
-    wanted = [source for source in sources if source.format != "stdlib"]
-    with ThreadPoolExecutor(jobs) as pool:
-        for count, (source, path, reason) in enumerate(pool.map(fetch, wanted), 1):
-            if path is None:
-                pin = f"{source.name}=={source.version}"
-                faults.append(f"{pin} ({source.format}): pip could not fetch it: {reason}; fix or drop its row")
-                continue
-            archives[source.name] = path
-            print(f"download {count}/{len(wanted)} {path.name}", flush=True)
-    raise_all(ConfigError, "packages", faults)
-    return archives
-
-
-# Reading archives
-
-
-def _archive_files(path: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
-    if path.suffix in (".whl", ".zip"):
-        with zipfile.ZipFile(path) as archive:
-            for info in archive.infolist():
-                if info.filename.endswith(suffixes):
-                    yield info.filename, archive.read(info)
-    else:
-        with tarfile.open(path) as archive:
-            for member in archive:
-                stream = archive.extractfile(member) if member.isfile() and member.name.endswith(suffixes) else None
-                if stream is not None:
-                    # The first folder of a source archive is only name-version.
-                    yield member.name.partition("/")[2], stream.read()
-
-
-def _stdlib_files() -> Iterator[tuple[str, bytes]]:
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root).as_posix()
-        if not relative.startswith(("site-packages/", "dist-packages/", "lib2to3/", "encodings/", "pydoc_data/")):
-            yield relative, path.read_bytes()
-
-
-def decode_text(data: bytes) -> str | None:
-    """UTF-8 text with `\\n` line ends and exactly one at the end; None when the bytes are no UTF-8 text."""
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return None
-    if "\0" in text:
-        return None
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    return text.strip("\n") + "\n"
-
-
-def clean_gutenberg(text: str) -> str:
-    """Drops the header and the licence that Project Gutenberg puts around a text, if they are there."""
-    start = re.search(r"^\*\*\* ?START OF .*?\*\*\*[ ]*$", text, re.M)
-    if start is None:
-        start = re.search(r"^\*END\*?THE SMALL PRINT!.*$", text, re.M)
-    text = text[start.end() :] if start else text
-    end = re.search(r"^(\*\*\* ?END OF |End of (The |the )?Project Gutenberg)", text, re.M)
-    text = text[: end.start()] if end else text
-    return re.sub(r"\n{4,}", "\n\n\n", text.strip("\n")) + "\n"
-
-
-def _gutenberg_documents(source: Source, files: Iterable[tuple[str, bytes]]) -> Iterator[Document]:
-    for path, data in files:
-        text = decode_text(data)
-        if text is None or not any(fnmatch.fnmatch(path, pattern) for pattern in source.include):
-            continue
-        text = clean_gutenberg(text)
-        # Sonnets are whole poems, numbered in Roman numerals: each is one document.
-        poems = re.split(r"^[IVXLC]+\n+", text, flags=re.M) if "sonnets" in path else []
-        if len(poems) > 100:
-            for number, poem in enumerate(poems[1:], 1):
-                yield Document("prose", source.name, f"{path}#{number}", poem.strip("\n") + "\n")
-        else:
-            yield Document("prose", source.name, path, text)
-
-
-def _bible_documents(source: Source, files: Iterable[tuple[str, bytes]]) -> Iterator[Document]:
-    """One document per chapter, one verse a line. Keys of the verse tables are book * 10**6 + chapter * 10**3 + verse."""
-    for path, data in files:
-        if not any(fnmatch.fnmatch(path, pattern) for pattern in source.include):
-            continue
-        call = next(node for node in ast.walk(ast.parse(data)) if isinstance(node, ast.Call))
-        text = ast.literal_eval(call.args[1])
-        starts, ends = ast.literal_eval(call.args[2]), ast.literal_eval(call.args[3])
-        titles = call.args[5]
-        if not isinstance(titles, ast.Dict):
-            raise ConfigError(f"{source.name}/{path}: no table of titles; pin the version that the table names")
-        names = [ast.literal_eval(value) for value in titles.values]
-        chapters: dict[tuple[int, int], list[str]] = {}
-        for key, start in starts.items():
-            verse = re.sub(r"[\[\]]", "", text[start : ends[key]]).strip()  # brackets mark the translators' own words
-            chapters.setdefault((key // 10**6, key // 1000 % 1000), []).append(f"{key % 1000} {verse}\n")
-        for (book, chapter), verses in chapters.items():
-            name = names[book - 1]
-            yield Document("prose", source.name, f"{name}/{chapter}", f"{name} {chapter}\n\n" + "".join(verses))
-
-
-def read_source(source: Source, archive: Path | None) -> Iterator[Document]:
-    """Every candidate document of one source, before the filters."""
-    suffixes = {"code": (".py",), "docs": (".rst", ".md", ".txt"), "gutenberg": (".txt",), "bible": (".py",)}
-    wanted = tuple(suffix for use in source.use for suffix in suffixes[use])
-    files = _stdlib_files() if archive is None else _archive_files(archive, wanted)
-    if "gutenberg" in source.use:
-        yield from _gutenberg_documents(source, files)
-    elif "bible" in source.use:
-        yield from _bible_documents(source, files)
-    else:
-        for path, data in files:
-            kind = "code" if path.endswith(".py") else "prose"
-            text = decode_text(data)
-            if text is not None and ("code" if kind == "code" else "docs") in source.use:
-                yield Document(kind, source.name, path, strip_licence(text, kind))
-
-
-# Filters
-
-_DROPPED_FOLDERS = frozenset(
-    "test tests testing _testing unit_tests testdata test_data tests_data fixtures vendor vendored _vendor _vendored "
-    "third_party thirdparty extern externals node_modules locale locales migrations benchmarks asv_bench "
-    "site-packages __pycache__ _generated generated array_api_compat array_api_extra".split()
-)
-_DROPPED_FILES = re.compile(
-    r"(^test_.*|.*_tests?|^conftest|.*_pb2(_grpc)?|^_?version|^setup|^versioneer|^dummy_.*_objects)\.py$"
-    r"|(changelog|changes|authors|contributors|licen[cs]e|requirements|copying|notice|sources|top_level|entry_points"
-    r"|cmakelists|thanks|credits|citation).*\.(rst|md|txt)$",
-    re.I,
-)
-_DOCS_FOLDER = re.compile(r"(^|/)(docs?|documentation|doc_src|guides?|tutorials?)/", re.I)
-_FOREIGN_DOCS = re.compile(r"/(?!en/)[a-z]{2}([-_][A-Za-z]{2,4})?/", re.A)
-_GENERATED = re.compile(
-    r"(auto-?\s?(matically )?|machine[ -])generated|do not (edit|modify)|(generated|created) (by|from|with) [^\n]*"
-    r"(script|generator|tool|\.py|\.xml|\.json)",
-    re.I,
-)
-_STOP_WORDS = frozenset("the of to and a in is that it for be as with this are on not or you can if by".split())
-
-
-def strip_licence(text: str, kind: str) -> str:
-    """Drops the comment block at the top of a file when it is a licence or copyright notice, which thousands share."""
-    comment = r"(?:#[^\n]*\n|[ \t]*\n)+" if kind == "code" else r"(?:\.\.[^\n]*\n(?:[ \t]+[^\n]*\n|[ \t]*\n)*)+"
-    head = re.match(comment, text)
-    if head is None or not re.search(r"copyright|licen[cs]e", head.group(), re.I):
-        return text
-    return text[head.end() :].lstrip("\n") or "\n"
-
-
-def reject_reason(document: Document) -> str | None:
-    """Why this document does not belong in the corpus (a short word for the statistics), or None to keep it."""
-    text, path = document.text, document.path
-    parts = path.split("/")
-    from_packages = document.kind == "code" or _DOCS_FOLDER.search(path) is not None
-    size = len(text)
-    if size < 200:
-        return "near-empty"
-    if size > 600_000:
-        return "huge"
-    lines = text.split("\n")
-    filled = [line for line in lines if line.strip()]
-    if len(filled) < 5:
-        return "near-empty"
-    if document.kind == "prose" and not path.endswith((".rst", ".md", ".txt")):
-        return None  # verses and poems come from their own readers
-    if any(part.lower() in _DROPPED_FOLDERS for part in parts[:-1]) or _DROPPED_FILES.match(parts[-1]):
-        return "test, vendored or housekeeping path"
-    longest = max(map(len, lines))
-    if longest > 2000 or size / len(filled) > 160 and document.kind == "code":
-        return "minified"
-    if _GENERATED.search(text[:1500]):
-        return "generated"
-    letters = sum(map(str.isalpha, text)) / size
-    digits = sum(map(str.isdigit, text)) / size
-    if sum(character > "\x7f" for character in text) > 0.03 * size:
-        return "not English"
-    if letters < 0.4 or digits > 0.15:
-        return "literal data"
-    if len(set(filled)) < 0.4 * len(filled):
-        return "repetitive"
-    if document.kind == "code":
-        quoted = sum(line.lstrip()[:1] in "'\"[({-0123456789" and line.rstrip()[-1:] in ",]})\"'" for line in filled)
-        if quoted > 0.6 * len(filled) and len(filled) > 40:
-            return "literal data"
-        return None
-    if not from_packages:
-        return "no documentation folder"
-    if _FOREIGN_DOCS.search("/" + path):
-        return "not English"
-    words = text.lower().split()
-    if len(words) < 60 or sum(word in _STOP_WORDS for word in words) < 0.15 * len(words):
-        return "no running prose"
-    return None
 
 
 def _long_lines(text: str) -> set[int]:
@@ -394,16 +82,15 @@ def deduplicate(documents: Iterable[Document], dropped: Counter[str]) -> list[Do
     return kept
 
 
-def cap_code(documents: list[Document], sources: Iterable[Source], default_mb: float) -> list[Document]:
-    """Keeps of each package at most `max_mb` of code, chosen by the documents' keys (so a spread of its files)."""
-    limit = {source.name: (source.max_mb or default_mb) * 1e6 for source in sources}
-    used: Counter[str] = Counter()
+def cap_code(documents: list[Document], max_mb: float) -> list[Document]:
+    """Keeps all prose and at most `max_mb` megabytes of code (0: all), a spread of files chosen by their keys."""
+    used = 0
     kept: list[Document] = []
     for document in sorted(documents, key=lambda document: document.key):
-        room = limit.get(document.package, 0.0)
-        if document.kind == "prose" or not room or used[document.package] + len(document.text) <= room:
+        size = len(document.text) if document.kind == "code" else 0
+        if not max_mb or used + size <= max_mb * 1e6:
+            used += size
             kept.append(document)
-            used[document.package] += len(document.text) if document.kind == "code" else 0
     return kept
 
 
@@ -496,8 +183,7 @@ def encode_documents(tokenizer: Tokenizer, texts: list[str], batch_chars: int = 
             size += len(texts[stop])
             stop += 1
         for encoding in tokenizer.encode_batch_fast(texts[start:stop], add_special_tokens=False):
-            ids = np.asarray(encoding.ids, np.uint16)
-            encoded.append(np.concatenate([[BOS], ids, [EOS]], dtype=np.uint16))
+            encoded.append(np.asarray([BOS, *encoding.ids, EOS], np.uint16))
         start = stop
         print(f"tokenize {start}/{len(texts)} documents, {time.monotonic() - started:.0f} s", flush=True)
     return encoded
@@ -514,14 +200,12 @@ def _xz_piece(data: bytes) -> bytes:
 
 def compress_npy(tokens: np.ndarray, path: Path, jobs: int = 2) -> int:
     """Writes `tokens` as an .npy file inside .xz (one stream per job, which xz reads as one); returns its bytes."""
-    import io
-
     head = io.BytesIO()
     write_array_header_1_0(head, header_data_from_array_1_0(tokens))
     data = head.getvalue() + tokens.tobytes()
     edge = (len(data) // jobs + 1) & ~1
     pieces = [data[start : start + edge] for start in range(0, len(data), edge)]
-    with ProcessPoolExecutor(jobs) as pool, path.open("wb") as file:
+    with ThreadPoolExecutor(jobs) as pool, path.open("wb") as file:  # the compressor works outside the interpreter lock
         for piece in pool.map(_xz_piece, pieces):
             file.write(piece)
     return path.stat().st_size
@@ -531,22 +215,22 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def gather(config: CorpusConfig, cache: Path, jobs: int, dropped: Counter[str]) -> tuple[list[Document], list[Document]]:
+def gather(
+    config: CorpusConfig, cache: Path, jobs: int, dropped: Counter[str]
+) -> tuple[list[Document], list[Document]]:
     """Downloads, reads, filters, de-duplicates and splits: (training documents in shuffled order, held-out ones)."""
     archives = download(config.sources, cache, jobs)
     documents: list[Document] = []
-    for source in config.sources:
-        before = len(documents)
-        for document in read_source(source, archives.get(source.name)):
-            reason = reject_reason(document)
-            if reason is None:
-                documents.append(document)
-            else:
-                dropped[reason] += 1
-        size = sum(len(document.text) for document in documents[before:])
-        print(f"read {source.name} {source.version}: {len(documents) - before} documents, {size / 1e6:.1f} MB", flush=True)
-    documents = cap_code(deduplicate(documents, dropped), config.sources, config.max_mb)
-    train, heldout = split(documents, config.sources, config.heldout_bytes, dropped)
+    # Fresh processes: the tokenizer's and JAX's threads do not survive a fork.
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        parts = pool.map(read_source, config.sources, [archives.get(source.name) for source in config.sources])
+        for source, (kept, reasons) in zip(config.sources, parts, strict=True):
+            kept = cap_code(kept, source.max_mb or config.max_mb)
+            documents += kept
+            dropped.update(reasons)
+            size = sum(len(document.text) for document in kept)
+            print(f"read {source.name} {source.version}: {len(kept)} documents, {size / 1e6:.1f} MB", flush=True)
+    train, heldout = split(deduplicate(documents, dropped), config.sources, config.heldout_bytes, dropped)
     random.Random(config.seed).shuffle(train)
     heldout.sort(key=lambda document: (document.kind, document.package, document.path))
     return train, heldout
@@ -588,9 +272,6 @@ def build(config: CorpusConfig, out: Path, cache: Path, jobs: int = 2, archive: 
         meta["splits"][name] = {"tokens": int(tokens.size), "kinds": counts, "sha256": _digest(out / f"{name}.npy")}
         if name != "train":
             (out / f"{name}.txt").write_bytes("".join(document.text for document in part).encode())
-        elif archive:
-            print("compress train.npy", flush=True)
-            meta["archive_bytes"] = compress_npy(tokens, out / "train.npy.xz", jobs)
     with (out / "heldout.jsonl").open("w", encoding="utf-8") as file:
         for document in heldout:
             file.write(json.dumps(document.__dict__, ensure_ascii=False) + "\n")
@@ -599,12 +280,15 @@ def build(config: CorpusConfig, out: Path, cache: Path, jobs: int = 2, archive: 
     for document in train + heldout:
         sizes[document.package, document.kind] += len(document.text.encode())
     meta["sources"] = [
-        {"name": source.name, "version": source.version, "licence": source.licence}
+        {"name": source.name, "version": source_version(source), "licence": source.licence}
         | {kind + "_bytes": sizes[source.name, kind] for kind in ("code", "prose") if sizes[source.name, kind]}
         for source in config.sources
     ]
     meta["dropped"] = dict(dropped.most_common())
     meta["tokenizer_sha256"] = _digest(out / "tokenizer.json")
+    if archive:
+        print("compress train.npy", flush=True)
+        meta["archive_bytes"] = compress_npy(np.load(out / "train.npy"), out / "train.npy.xz", jobs)
     (out / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
     return meta
 
@@ -619,7 +303,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         config = load_config(options.config)
-        meta = build(config, options.out, options.cache or options.out / "packages", options.jobs, not options.no_archive)
+        cache = options.cache or options.out / "packages"
+        meta = build(config, options.out, cache, options.jobs, archive=not options.no_archive)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

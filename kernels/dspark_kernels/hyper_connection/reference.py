@@ -41,12 +41,17 @@ def coefficients(
 
 
 def _sinkhorn(matrix: Float32[Array, "B n n"], iters: int, eps: float) -> Float32[Array, "B n n"]:
-    row = jnp.ones(matrix.shape[:2], matrix.dtype)
-    column = 1 / (jnp.sum(matrix, axis=1) + eps)
-    for _ in range(iters - 1):
-        row = row / (row * jnp.sum(matrix * column[:, None, :], axis=2) + eps)
-        column = column / (column * jnp.sum(matrix * row[:, :, None], axis=1) + eps)
-    return matrix * row[:, :, None] * column[:, None, :]
+    # Rows of the batch last: the sums then run over short leading axes and vectorise.
+    m = matrix.transpose(1, 2, 0)
+
+    def step(_: int, scales: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        row, column = scales
+        row = row / (row * jnp.sum(m * column[None], axis=1) + eps)
+        return row, column / (column * jnp.sum(m * row[:, None], axis=0) + eps)
+
+    start = (jnp.ones(m.shape[1:], m.dtype), 1 / (jnp.sum(m, axis=0) + eps))
+    row, column = jax.lax.fori_loop(0, iters - 1, step, start)
+    return (m * row[:, None] * column[None]).transpose(2, 0, 1)
 
 
 def collapse(streams: Float[Array, "B n d"], pre: Float32[Array, "B n"]) -> Float[Array, "B d"]:

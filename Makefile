@@ -1,0 +1,87 @@
+# `make demo` and `make test` need nothing beforehand: they find an interpreter, make .venv, install and run.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+# The interpreters that fit, best first. PYTHON=/path/to/python overrides the search.
+PYTHON_VERSIONS := 3.12 3.13 3.14
+ORACLE_PYTHON_VERSIONS := 3.11 3.12 3.10 3.13
+EXTRAS ?= dev
+# More arguments: make test ARGS="-k verify -x"
+ARGS ?=
+PROMPT ?= def read_lines(path):
+
+# Compiled programs are kept between runs, so the second run starts fast.
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
+
+# The stamp's name covers all that decides what is installed, and the folder (an environment cannot be moved).
+key = $(shell (cat $(1); echo "$(CURDIR) $(2)") | cksum | tr ' ' '-')
+VENV := .venv
+VENV_STAMP := $(VENV)/.installed-$(call key,pyproject.toml,$(EXTRAS))
+PY := $(VENV)/bin/python
+
+# PyTorch's CPU build is enough. Where pip would bring a CUDA build, point it to PyTorch's CPU index here:
+# make oracles TORCH_PIP_ARGS="--index-url ..."
+TORCH_PIP_ARGS ?=
+ORACLES := tests/oracles
+ORACLE_VENV := .venv-oracles
+ORACLE_STAMP := $(ORACLE_VENV)/.installed-$(call key,$(ORACLES)/requirements.txt,$(TORCH_PIP_ARGS))
+ORACLE_PY := $(ORACLE_VENV)/bin/python
+ORACLE_OUT := .cache/oracles
+ORACLE_SCRIPTS := $(addprefix $(ORACLES)/,v4_oracle.py tiny_v4.py make_goldens.py random_configs.py transformers_v4.py)
+
+.PHONY: help venv demo test test-long lint format oracles oracle-files clean
+
+help:
+	@echo "make demo       one prompt through the shipped model, speculative and plain decoding side by side"
+	@echo "make test       the test suite"
+	@echo "make test-long  the cases with large samples and many steps, and the live oracles"
+	@echo "make lint       ruff and pyright"
+	@echo "make format     what ruff can mend by itself"
+	@echo "make oracles    parity with PyTorch and transformers, in an environment of its own"
+	@echo "make venv       only make .venv and install into it"
+	@echo "make clean      remove the environments and caches"
+
+$(VENV_STAMP):
+	@python=$$(scripts/find_python.sh PYTHON $(PYTHON_VERSIONS)) && \
+	scripts/make_venv.sh $(VENV) "$$python" $@ -e ".[$(EXTRAS)]"
+
+venv: $(VENV_STAMP)
+
+demo: $(VENV_STAMP)
+	@$(VENV)/bin/dspark-jax generate --model nano --prompt "$(PROMPT)" --compare $(ARGS)
+
+test: $(VENV_STAMP)
+	$(PY) -m pytest -q $(ARGS)
+
+test-long: $(VENV_STAMP) oracle-files
+	$(PY) -m pytest -q -m "long or oracle" $(ARGS)
+
+lint: $(VENV_STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m pyright --pythonpath $(PY)
+
+format: $(VENV_STAMP)
+	$(PY) -m ruff check --fix-only .
+	$(PY) -m ruff format .
+
+$(ORACLE_STAMP): $(ORACLES)/requirements.txt
+	@python=$$(scripts/find_python.sh ORACLE_PYTHON $(ORACLE_PYTHON_VERSIONS)) && \
+	scripts/make_venv.sh $(ORACLE_VENV) "$$python" $@ -r $(ORACLES)/requirements.txt $(TORCH_PIP_ARGS)
+
+# One process a script; each writes its files only when all of its own checks pass.
+$(ORACLE_OUT)/.written: $(ORACLE_STAMP) $(ORACLE_SCRIPTS)
+	rm -rf $(ORACLE_OUT) && mkdir -p $(ORACLE_OUT)
+	$(ORACLE_PY) $(ORACLES)/make_goldens.py $(ORACLE_OUT)/v4_tiny_goldens.npz
+	$(ORACLE_PY) $(ORACLES)/random_configs.py $(ORACLE_OUT)
+	HF_HUB_OFFLINE=1 $(ORACLE_PY) $(ORACLES)/transformers_v4.py $(ORACLE_OUT)/transformers_v4.npz
+	touch $@
+
+oracle-files: $(ORACLE_OUT)/.written
+
+oracles: $(VENV_STAMP) oracle-files
+	$(PY) -m pytest -q -m oracle $(ORACLES) $(ARGS)
+
+clean:
+	rm -rf $(VENV) $(ORACLE_VENV) .cache .pytest_cache .ruff_cache .hypothesis

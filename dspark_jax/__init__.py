@@ -1,0 +1,52 @@
+"""Exact speculative decoding of DeepSeek-V4-style models with DSpark drafters, in JAX.
+
+    import dspark_jax
+
+    lm = dspark_jax.load("nano")
+    lm.generate(["def fib(n):"], dspark_jax.SamplingParams(max_tokens=64))
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from dspark_jax.errors import CheckpointError, ConfigError, DSparkError, RequestError
+
+if TYPE_CHECKING:
+    from dspark_jax.api import LM, load
+    from dspark_jax.decode.sampling import SamplingParams
+    from dspark_jax.results import Completion, RoundOutput
+
+__version__ = "0.1.0"
+__all__ = [
+    "CheckpointError",
+    "Completion",
+    "ConfigError",
+    "DSparkError",
+    "LM",
+    "RequestError",
+    "RoundOutput",
+    "SamplingParams",
+    "__version__",
+    "load",
+]
+
+# Imported when first used: the package itself imports at once, without JAX.
+_LAZY = {
+    "Completion": "dspark_jax.results",
+    "LM": "dspark_jax.api",
+    "RoundOutput": "dspark_jax.results",
+    "SamplingParams": "dspark_jax.decode.sampling",
+    "load": "dspark_jax.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

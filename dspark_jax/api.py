@@ -1,0 +1,372 @@
+"""The Python interface: `load` a model, then `LM.generate` or `LM.stream`."""
+
+import difflib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from dspark_jax.compilation_cache import use_default_cache
+from dspark_jax.config import DraftConfig, TargetConfig
+from dspark_jax.decode.batch import MAX_STOPS, BatchDecoder, Commit, Request
+from dspark_jax.decode.sampling import SamplingParams
+from dspark_jax.errors import CheckpointError, ConfigError, RequestError, raise_all
+from dspark_jax.parallel.mesh import EXPERT, PIPE, make_mesh, param_specs
+from dspark_jax.results import Completion, RoundOutput, Tally
+from dspark_jax.text import Tokenizer, TextStream, as_tokenizer
+
+use_default_cache()
+
+ASSETS = Path(__file__).parent / "assets"
+MIN_CAPACITY = 256  # positions; smaller programs are not worth a compilation of their own
+CHUNK = 64  # prompt tokens of one prefill call
+
+Prompt = str | Sequence[int]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+def shipped_models() -> list[str]:
+    """Names that `load` knows."""
+    if not ASSETS.is_dir():
+        return []
+    return sorted(folder.name for folder in ASSETS.iterdir() if (folder / "config.json").is_file())
+
+
+def model_folder(model: str | Path) -> Path:
+    """The checkpoint folder that `model` names: a shipped model, else a folder path (`./nano` if one has such a name).
+
+    Raises CheckpointError that lists the shipped models and near matches.
+    """
+    names = shipped_models()
+    if isinstance(model, str) and model in names:
+        return ASSETS / model
+    if str(model) and Path(model).is_dir():
+        return Path(model)
+    near = difflib.get_close_matches(str(model).lower(), names, 1, 0.5)
+    known = f"the name of a shipped model ({', '.join(names)})" if names else "a shipped model (none is installed)"
+    raise CheckpointError(
+        f"model {str(model)!r} {'is a file' if str(model) and Path(model).is_file() else 'not found'}; expected {known} or the"
+        " path of a folder with config.json, *.safetensors and tokenizer.json"
+        + (f"; did you mean {near[0]!r}?" if near else "")
+    )
+
+
+def load(
+    model: str | Path, *, mesh: Mesh | None = None, dtype: jax.typing.DTypeLike | None = None, max_len: int | None = None
+) -> "LM":
+    """Reads a model and places its weights.
+
+    Args:
+      model: the name of a shipped model, or a checkpoint folder.
+      mesh: from `dspark_jax.parallel.mesh.make_mesh`; one device by default.
+      dtype: of activations and weights; float32 on a CPU and bfloat16 elsewhere by default.
+      max_len: most positions of a request, prompt included; by default the model's, at most 4096.
+
+    Raises CheckpointError or ConfigError for a model that is missing, damaged or contradictory.
+    """
+    folder = model_folder(model)
+    from dspark_jax.checkpoint.reader import read_checkpoint, read_tokenizer
+
+    mesh = make_mesh() if mesh is None else mesh
+    if dtype is None:
+        dtype = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else jnp.bfloat16
+    config, draft, graph, params = read_checkpoint(folder, dtype=dtype)
+    return LM(config, draft, graph, params, read_tokenizer(folder), mesh=mesh, max_len=max_len)
+
+
+class LM:
+    """A model ready to generate.
+
+    Args:
+      config, draft: configurations; `draft` is None for a model without a drafter.
+      graph, params: `nnx.split` of the `SpeculativeLM`, built with `axis="expert"` (None will do on one device).
+      tokenizer: has `encode(text)` and `decode(ids)`, without special tokens; a `tokenizers.Tokenizer` will do.
+      mesh, max_len: as for `load`.
+      chunk: prompt tokens of one prefill call and request.
+      rounds_per_call: decoding rounds of one device call; 1 on a CPU (rounds behind a stop are not run), else 8.
+
+    Programs are compiled for power-of-two numbers of requests and of positions when they are first needed, and kept.
+    """
+
+    def __init__(
+        self,
+        config: TargetConfig,
+        draft: DraftConfig | None,
+        graph: nnx.GraphDef,
+        params: nnx.State,
+        tokenizer: Tokenizer | Any,
+        *,
+        mesh: Mesh | None = None,
+        max_len: int | None = None,
+        chunk: int = CHUNK,
+        rounds_per_call: int | None = None,
+    ):
+        limit = config.max_position_embeddings
+        self.max_len = min(limit, 4096) if max_len is None else max_len
+        if not 2 <= self.max_len <= limit:
+            raise ConfigError(f"max_len is {max_len!r}; expected 2 … {limit}, the model's max_position_embeddings")
+        self.mesh = make_mesh() if mesh is None else mesh
+        self._check_mesh(config)
+        specs = param_specs(params)
+        self._params = jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(self.mesh, s)), params, specs)
+        self._graph = graph
+        self.config, self.draft_config, self.tokenizer = config, draft, as_tokenizer(tokenizer)
+        self._chunk = chunk
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        self._rounds_per_call = rounds_per_call or (1 if on_cpu else 8)
+        self._decoders: dict[tuple[int, int], BatchDecoder] = {}
+        self._lock = threading.Lock()
+
+    def _check_mesh(self, config: TargetConfig) -> None:
+        shape, faults = self.mesh.shape, []
+        if shape[PIPE] != 1:
+            faults.append(f"pipe is {shape[PIPE]}; this version generates on one pipeline stage: use pipe = 1")
+        if config.n_routed_experts % shape[EXPERT]:
+            faults.append(
+                f"expert is {shape[EXPERT]}; expected a divisor of the model's {config.n_routed_experts} routed experts"
+            )
+        raise_all(ConfigError, "mesh", faults)
+
+    @property
+    def gamma(self) -> int:
+        """Draft tokens of a round; 0 without a drafter."""
+        return self.draft_config.block_size if self.draft_config else 0
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt, the beginning-of-sequence token first."""
+        return [self.config.bos_token_id, *self.tokenizer.encode(text)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids; special tokens have none, incomplete characters become U+FFFD."""
+        return self.tokenizer.decode([int(i) for i in ids])
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params = None,
+        *,
+        speculate: bool | None = None,
+        ignore_eos: bool = False,
+        on_round: Callable[[RoundOutput], None] | None = None,
+    ) -> list[Completion]:
+        """Answers every prompt; the answers do not depend on each other.
+
+        Args:
+          prompts: texts (the beginning-of-sequence token is added) or lists of ids (taken as they are).
+          params: one for all prompts or one each; greedy with at most 128 tokens by default.
+          speculate: draft and verify (True), or one token a round (False). By default, if the model has a drafter.
+          ignore_eos: the model's end-of-sequence token does not stop (`stop_token_ids` still do).
+          on_round: called with what every round commits for every request, as it arrives.
+
+        Raises RequestError that names every fault of the request, before any work on a device.
+        """
+        use_drafts = self._use_drafts(speculate)
+        requests = self._requests(prompts, params, ignore_eos)
+        decoder = self._decoder(requests, [use_drafts])
+        tallies = [Tally(self.gamma if use_drafts else 0) for _ in requests]
+        finish, first, last = [""] * len(requests), [0.0] * len(requests), [0.0] * len(requests)
+        streams = [TextStream(self.decode) for _ in requests]
+        begin = time.perf_counter()
+        for commit in decoder.run(self._params, requests, use_drafts):
+            i, now = commit.index, time.perf_counter() - begin
+            kept = tallies[i].add(commit.tokens, commit.accepted, commit.verified, prefill=commit.prefill)
+            if commit.prefill:
+                first[i] = now
+            if commit.finish_reason:
+                finish[i], last[i] = commit.finish_reason, now
+            if on_round:
+                on_round(_output(commit, tallies[i].rounds, kept, streams[i]))
+        return [
+            Completion(
+                prompt=prompt if isinstance(prompt, str) else request.prompt,
+                prompt_tokens=request.prompt,
+                tokens=tuple(tally.tokens),
+                text=self.decode(tally.tokens),
+                finish_reason=finish[i],
+                rounds=tally.rounds,
+                drafted=tuple(tally.drafted),
+                verified_by_position=tuple(tally.verified),
+                accepted_by_position=tuple(tally.accepted),
+                prefill_seconds=first[i],
+                seconds=last[i],
+            )
+            for i, (prompt, request, tally) in enumerate(zip(prompts, requests, tallies, strict=True))
+        ]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        speculate: bool | None = None,
+        ignore_eos: bool = False,
+    ) -> Iterator[RoundOutput]:
+        """What every round commits to the answer of one prompt, as it arrives; arguments as for `generate`.
+
+        The request is checked, and missing programs are compiled, before this returns.
+        """
+        use_drafts = self._use_drafts(speculate)
+        requests = self._requests([prompt], params, ignore_eos)
+        decoder = self._decoder(requests, [use_drafts])
+
+        def outputs() -> Iterator[RoundOutput]:
+            tally, text = Tally(self.gamma), TextStream(self.decode)
+            for commit in decoder.run(self._params, requests, use_drafts):
+                kept = tally.add(commit.tokens, commit.accepted, commit.verified, prefill=commit.prefill)
+                yield _output(commit, tally.rounds, kept, text)
+
+        return outputs()
+
+    def compile(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params = None,
+        *,
+        speculate: Iterable[bool | None] = (None,),
+        ignore_eos: bool = False,
+    ) -> float:
+        """Compiles and runs once what `generate` with these arguments needs, several modes side by side.
+
+        Returns the seconds it took; nearly none when everything was there.
+        """
+        modes = [self._use_drafts(mode) for mode in speculate]
+        requests = self._requests(prompts, params, ignore_eos)
+        begin = time.perf_counter()
+        self._decoder(requests, modes)
+        return time.perf_counter() - begin
+
+    def _decoder(self, requests: Sequence[Request], modes: Sequence[bool]) -> BatchDecoder:
+        """The compiled programs that fit the requests."""
+        expert = self.mesh.shape[EXPERT]
+        slots = -(-_power_of_two(len(requests)) // expert) * expert
+        # No request comes so near to the end of its slot that its drafts would be cut short: what it generates must
+        # not depend on the capacity that its neighbours ask for.
+        need = max(len(r.prompt) + r.params.max_tokens for r in requests) + self.gamma + 1
+        capacity = min(_power_of_two(max(need, MIN_CAPACITY)), self.max_len)
+        with self._lock:
+            key = (slots, capacity)
+            if key not in self._decoders:
+                self._decoders[key] = BatchDecoder(
+                    self._graph, self._params, self.mesh, slots, capacity, self._chunk, self._rounds_per_call
+                )
+            decoder = self._decoders[key]
+        decoder.compile(self._params, modes)
+        return decoder
+
+    def _use_drafts(self, speculate: bool | None) -> bool:
+        if speculate and self.draft_config is None:
+            raise RequestError(
+                "speculate is True, but this model has no drafter (its checkpoint has no mtp.* stages);"
+                " leave speculate out, or set it to False"
+            )
+        return self.draft_config is not None if speculate is None else bool(speculate)
+
+    def _requests(self, prompts: Sequence[Prompt], params: Params, ignore_eos: bool) -> list[Request]:
+        """Checked requests; raises one RequestError with every fault."""
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            kind = type(prompts).__name__
+            raise RequestError(f"prompts is a {kind}; expected a list of texts or of lists of token ids, as in [prompt]")
+        if not prompts:
+            raise RequestError("prompts is empty; expected at least one prompt")
+        faults: list[str] = []
+        each = self._params_each(params, len(prompts), faults)
+        ids = []
+        for i, prompt in enumerate(prompts):
+            name = "the prompt" if len(prompts) == 1 else f"prompts[{i}]"
+            ids.append(self._prompt_ids(prompt, name, faults))
+        stops = []
+        for i, p in enumerate(each):
+            stop = {int(t) for t in p.stop_token_ids} | (set() if ignore_eos else {self.config.eos_token_id})
+            if len(stop) > MAX_STOPS:
+                name = "stop_token_ids" if isinstance(params, SamplingParams) else f"params[{i}].stop_token_ids"
+                eos = "" if ignore_eos else f", the end-of-sequence token {self.config.eos_token_id} counted"
+                fault = f"{name} gives {len(stop)} different ids{eos}; expected at most {MAX_STOPS}: remove some"
+                faults += [fault] if fault not in faults else []
+            stops.append(tuple(sorted(stop)))
+        raise_all(RequestError, "request", faults)
+        return [Request(tuple(p), s, stop) for p, s, stop in zip(ids, each, stops, strict=True)]
+
+    def _params_each(self, params: Params, count: int, faults: list[str]) -> list[SamplingParams]:
+        """Sampling parameters of every prompt; [] where the faults found leave nothing to go on with."""
+        shared = params is None or isinstance(params, SamplingParams)
+        given = [params or SamplingParams()] if shared else params
+        if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+            faults.append(f"params is a {type(params).__name__}; expected SamplingParams or a list of them")
+            return []
+        sound = True
+        for i, p in enumerate(given):
+            name = "" if shared else f"params[{i}]: "
+            if not isinstance(p, SamplingParams):
+                faults.append(f"{name}is a {type(p).__name__}; expected SamplingParams (SamplingParams.from_dict reads a dict)")
+                sound = False
+            elif found := p.faults(self.config.vocab_size):
+                faults += [name + fault for fault in found]
+                sound = False
+        if not shared and len(given) != count:
+            faults.append(f"params has {len(given)} entries for {count} prompts; expected one for all or one a prompt")
+            sound = False
+        if not sound:
+            return []
+        return list(itertools.repeat(given[0], count)) if shared else list(given)
+
+    def _prompt_ids(self, prompt: Any, name: str, faults: list[str]) -> list[int]:
+        """Ids of one prompt, or [] and an entry in `faults`."""
+        if isinstance(prompt, str):
+            if not prompt:
+                faults.append(f"{name} is empty; expected some text")
+                return []
+            try:
+                ids = self.encode(prompt)
+            except (ValueError, UnicodeError) as error:
+                faults.append(f"{name} cannot be encoded: {error}")
+                return []
+        elif isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes | bytearray):
+            ids = list(prompt)
+            if not ids:
+                faults.append(f"{name} is empty; expected at least one token id")
+                return []
+        else:
+            faults.append(f"{name} is a {type(prompt).__name__}; expected a text or a list of token ids")
+            return []
+        vocab = self.config.vocab_size
+        bad = [t for t in ids if not isinstance(t, int | np.integer) or isinstance(t, bool) or not 0 <= t < vocab]
+        if bad:
+            shown = ", ".join(map(repr, bad[:5])) + (", …" if len(bad) > 5 else "")
+            faults.append(f"{name} holds {shown}; expected token ids in 0 … {vocab - 1}")
+            return []
+        if len(ids) > self.max_len - 1:
+            faults.append(
+                f"{name} has {len(ids)} tokens; expected at most {self.max_len - 1} (max_len = {self.max_len} positions, one"
+                f" of them for the answer): shorten it, or load the model with a larger max_len (it allows up to"
+                f" {self.config.max_position_embeddings})"
+            )
+            return []
+        return [int(t) for t in ids]
+
+
+def _output(commit: Commit, number: int, kept: int, text: TextStream) -> RoundOutput:
+    pieces = [text.push(token) for token in commit.tokens]
+    if commit.finish_reason and pieces:
+        pieces[-1] += text.flush()
+    return RoundOutput(
+        index=commit.index,
+        round=number,
+        tokens=commit.tokens,
+        pieces=tuple(pieces),
+        accepted=kept,
+        verified=commit.verified,
+        finish_reason=commit.finish_reason,
+    )
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two >= n."""
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,139 @@
+"""Writing a model as a checkpoint that `read_checkpoint` and other readers of DeepSeek's layout take."""
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from dspark_jax.checkpoint import layout
+from dspark_jax.checkpoint.files import INDEX, SINGLE, listed
+from dspark_jax.config import DraftConfig, TargetConfig, to_hf
+from dspark_jax.errors import CheckpointError, raise_all
+
+_DTYPES = {"bfloat16": np.dtype(jnp.bfloat16), "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
+_STALE = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+
+Shard = list[tuple[layout.Entry, list[str]]]
+
+
+def write_checkpoint(
+    folder: Path,
+    config: TargetConfig,
+    draft: DraftConfig | None,
+    params: nnx.State,
+    *,
+    dtype: str = "bfloat16",
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes config.json and the weights under DeepSeek's key names; linear maps are stored (out, in).
+
+    Args:
+      folder: made if need be; weights of an earlier model in it are replaced, other files stay.
+      config: the target's configuration.
+      draft: the drafter's, None for a target alone.
+      params: parameters of the `SpeculativeLM` of these configurations.
+      dtype: "bfloat16", "float16" or "float32", for weights. Data that the architecture keeps in fp32 are stored as
+        F32, hash tables as I64.
+      max_shard_bytes: a larger model is split into files of at most this size (a larger tensor has a file of its own).
+
+    Raises:
+      CheckpointError: `dtype` or `max_shard_bytes` is impossible, `params` belong to another configuration, or a value
+        is not finite in `dtype`; files of an earlier model then stay as they were.
+      ConfigError: the drafter's configuration is impossible on this target.
+    """
+    if dtype not in _DTYPES or max_shard_bytes < 1:
+        raise CheckpointError(
+            f"dtype is {dtype!r}, max_shard_bytes is {max_shard_bytes};"
+            f" expected one of {', '.join(_DTYPES)}, and at least 1"
+        )
+    folder, to = Path(folder), _DTYPES[dtype]
+    entries = layout.entries(params)
+    _check(entries, layout.entries(layout.skeleton(config, draft, dtype=to, axis=None)[1]), str(folder))
+    values = {path: variable.get_value() for path, variable in nnx.to_flat_state(params)}
+    shards = list(_shards(entries, to, max_shard_bytes))
+    count = len(shards)
+    names = [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as part:
+        for name, shard in zip(names, shards, strict=True):
+            save_file(_tensors(shard, values, to, str(folder)), Path(part, name), metadata={"format": "pt"})
+        for path in folder.iterdir():
+            if _STALE.fullmatch(path.name):
+                path.unlink()
+        for name in names:
+            Path(part, name).replace(folder / name)
+    if count > 1:
+        where = {key: name for name, shard in zip(names, shards, strict=True) for _, keys in shard for key in keys}
+        total = sum(_size(e, to) * len(e.keys) for e in entries)
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    _write_json(folder / "config.json", {**to_hf(config, draft), "torch_dtype": dtype})
+
+
+def _tensors(shard: Shard, values: dict[layout.Path, Any], dtype: np.dtype, subject: str) -> dict[str, np.ndarray]:
+    """The arrays of one file; raises CheckpointError where a value is not finite."""
+    tensors: dict[str, np.ndarray] = {}
+    for entry, keys in shard:
+        arrays = dict(zip(entry.keys, entry.save(np.asarray(values[entry.path])), strict=True))
+        # The file is written from raw memory, which for a transposed view is in the wrong order.
+        tensors |= {key: np.ascontiguousarray(_stored(arrays[key], entry, dtype)) for key in keys}
+    bad = [key for key, value in tensors.items() if not np.isfinite(value).all()]
+    raise_all(CheckpointError, subject, listed(f"{key} is not finite as {tensors[key].dtype.name}" for key in bad))
+    return tensors
+
+
+def _check(entries: list[layout.Entry], wanted: list[layout.Entry], subject: str) -> None:
+    found, expected = ({e.path: e for e in group} for group in (entries, wanted))
+    names = {path: ".".join(map(str, path)) for path in [*found, *expected]}
+    faults = [f"{names[p]} is missing in params" for p in expected if p not in found]
+    faults += [f"{names[p]} in params has no place in this configuration" for p in found if p not in expected]
+    for path in found.keys() & expected.keys():
+        have, want = (f"{len(g[path].keys)} tensors of shape {list(g[path].shape)}" for g in (found, expected))
+        if have != want:
+            faults.append(f"{names[path]} makes {have}; this configuration wants {want}")
+    raise_all(CheckpointError, subject, listed(faults))
+
+
+def _shards(entries: list[layout.Entry], dtype: np.dtype, limit: int) -> Iterator[Shard]:
+    """Runs of (entry, some of its keys) that fit into a file; the stacked experts of an entry may be split."""
+    shard: Shard = []
+    used = 0
+    for entry in entries:
+        size = _size(entry, dtype)
+        keys: list[str] = []
+        for key in entry.keys:
+            if used and used + size > limit:
+                if keys:
+                    shard.append((entry, keys))
+                yield shard
+                shard, keys, used = [], [], 0
+            keys.append(key)
+            used += size
+        shard.append((entry, keys))
+    yield shard
+
+
+def _stored(value: np.ndarray, entry: layout.Entry, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(over="ignore"):  # found afterwards, with the tensor's name
+        return value.astype(_file_dtype(entry, dtype), copy=False)
+
+
+def _file_dtype(entry: layout.Entry, dtype: np.dtype) -> np.dtype:
+    return {"fp32": np.dtype(np.float32), "int": np.dtype(np.int64), "weight": dtype}[entry.dtype]
+
+
+def _size(entry: layout.Entry, dtype: np.dtype) -> int:
+    """Bytes of one tensor of `entry`."""
+    return int(np.prod(entry.shape)) * _file_dtype(entry, dtype).itemsize
+
+
+def _write_json(path: Path, value: dict) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    part.replace(path)

@@ -1,0 +1,1 @@
+"""Training: a target from text, and a drafter from a target."""

@@ -1,0 +1,69 @@
+"""Batches of token sequences. What a step sees is a function of (seed, step), so a resumed run reads the same data."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dspark_jax.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """Sequences of `length + 1` tokens cut from one long stream, in an order shuffled anew every epoch.
+
+    Cuts are shifted by a random offset each epoch, so that a document is not always cut at the same places.
+    """
+
+    tokens: np.ndarray
+    length: int
+    batch: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) < (self.batch + 2) * (self.length + 1):
+            raise ConfigError(
+                f"training data: {len(self.tokens)} tokens are fewer than one batch of {self.batch} × {self.length + 1};"
+                " use more text or a smaller batch"
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return (len(self.tokens) // (self.length + 1) - 1) // self.batch
+
+    def at(self, step: int) -> np.ndarray:
+        """int32 [batch, length + 1]: the batch of `step`."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        order, offset = self._epoch(epoch)
+        picked = order[index * self.batch : (index + 1) * self.batch]
+        starts = picked.astype(np.int64) * (self.length + 1) + offset
+        return self.tokens[starts[:, None] + np.arange(self.length + 1)].astype(np.int32)
+
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, int]:
+        cached = getattr(self, "_cache", None)
+        if cached is None or cached[0] != epoch:
+            rng = np.random.default_rng([self.seed, epoch])
+            count = len(self.tokens) // (self.length + 1) - 1
+            cached = (epoch, rng.permutation(count), int(rng.integers(self.length + 1)))
+            object.__setattr__(self, "_cache", cached)
+        return cached[1], cached[2]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        step = 0
+        while True:
+            yield self.at(step)
+            step += 1
+
+
+def load_tokens(path: Path, vocab_size: int) -> np.ndarray:
+    """A stream of token ids from a .npy file of uint16 or int32, memory mapped."""
+    if not path.is_file():
+        raise ConfigError(f"training data: {path} does not exist; build it with `python -m dspark_jax.train.corpus`")
+    tokens = np.load(path, mmap_mode="r")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
+        raise ConfigError(f"training data: {path} holds {tokens.dtype} of shape {tokens.shape}; expected one axis of token ids")
+    top = int(tokens[: 1 << 22].max())
+    if top >= vocab_size:
+        raise ConfigError(f"training data: {path} holds token id {top}; the model's vocabulary has {vocab_size}")
+    return tokens

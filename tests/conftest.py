@@ -1,0 +1,31 @@
+"""Process-wide settings of the test suite. They must be in the environment before JAX is imported; tests that start
+subprocesses (the command line) pass them on."""
+
+import os
+import sys
+from pathlib import Path
+
+if "jax" in sys.modules:
+    raise RuntimeError("jax was imported before tests/conftest.py configured it; look for a pytest plugin that does")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Eight emulated devices, so that meshes are tested on any machine.
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()
+# XLA sizes its CPU thread pools by this: with fewer threads than device programs in flight, collectives deadlock.
+os.environ.setdefault("NPROC", "32")
+# Weights must never become constants of a program. The warning is an error here; the placement tables stay far below.
+os.environ.setdefault("JAX_CAPTURED_CONSTANTS_WARN_BYTES", "1000000")
+# Compiled programs are kept between runs, small ones too: a suite of many small programs lives on it.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "true")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+from hypothesis import settings  # noqa: E402
+
+# The first example of a test compiles, so time limits on single examples say nothing; the same examples on every run.
+settings.register_profile("dspark", deadline=None, derandomize=True, database=None)
+settings.load_profile("dspark")

@@ -1,0 +1,67 @@
+"""What the oracles' files must hold for a parity test on them to mean something."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ROOT / ".cache" / "oracles"
+COMMITTED = ROOT / "tests" / "data" / "v4_tiny_goldens.npz"
+
+pytestmark = pytest.mark.oracle
+
+
+def load(path: Path) -> dict[str, np.ndarray]:
+    assert path.is_file(), f"{path} is missing; `make oracles` writes it"
+    with np.load(path) as archive:
+        return dict(archive)
+
+
+def random_files() -> list[dict[str, np.ndarray]]:
+    paths = sorted(FILES.glob("random_*.npz"))
+    assert len(paths) >= 6, f"{FILES} holds {len(paths)} random configurations; `make oracles` writes six"
+    return [load(path) for path in paths]
+
+
+def test_committed_goldens_are_what_the_oracle_computes():
+    committed, fresh = load(COMMITTED), load(FILES / COMMITTED.name)
+    assert committed.keys() == fresh.keys()
+    for key, value in committed.items():
+        if value.dtype.kind == "f" and not key.startswith("P/"):
+            assert np.abs(value - fresh[key]).max() <= 3e-5 * np.abs(value).max(), key
+        else:
+            np.testing.assert_array_equal(value, fresh[key], err_msg=key)
+
+
+def test_transformers_agrees_with_the_oracle_on_the_renamed_weights():
+    case = load(FILES / "transformers_v4.npz")
+    assert case["oracle_error"] <= 2e-5
+    assert case["margin"] >= 1e-4
+    assert case["logits"].shape == (*case["ids"].shape, json.loads(str(case["config"]))["vocab_size"])
+    np.testing.assert_array_equal(case["P/embed.weight"], case["H/model.embed_tokens.weight"])
+
+
+def test_random_configurations_differ_where_it_matters():
+    configs = [json.loads(str(case["cfg"])) for case in random_files()]
+    for name in ("stages", "block", "window", "heads", "o_groups", "n_hash", "rope", "hc", "idx_topk"):
+        assert len({config[name] for config in configs}) >= 3, name
+    ratios = {ratio for config in configs for ratio in config["ratios"]}
+    assert {0, 4} < ratios
+    assert len(ratios) >= 4
+
+
+def test_random_cases_are_well_conditioned_and_not_degenerate():
+    for case in random_files():
+        config = json.loads(str(case["cfg"]))
+        assert case["margin"] >= 1e-4
+        assert case["spread"] <= 2e-5
+        tokens = len(case["ids"]) - 1
+        assert tokens // 4 > config["idx_topk"], "the indexer must have something to refuse"
+        assert tokens > config["window"], "the window must slide"
+        assert case["draft_tokens"].shape == (len(case["draft_steps"]), config["block"])
+        assert case["target_logits"].std() > 0.3
+        for key, value in case.items():
+            if key.endswith(("attn_sink", "gate.bias", "ape", "_base")):
+                assert np.abs(value).min() > 0, key
