@@ -1,9 +1,6 @@
 """Exact speculative decoding of DeepSeek-V4-style models with DSpark drafters, in JAX.
 
-    import dspark_jax
-
-    lm = dspark_jax.load("nano")
-    lm.generate(["def fib(n):"], dspark_jax.SamplingParams(max_tokens=64))
+`load("nano").generate(["def fib(n):"], SamplingParams(max_tokens=64))` is the whole of it; see README.md.
 """
 
 from importlib import import_module

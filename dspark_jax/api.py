@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dspark_jax.checkpoint.reader import read_checkpoint, read_tokenizer
 from dspark_jax.compilation_cache import use_default_cache
 from dspark_jax.config import DraftConfig, TargetConfig
 from dspark_jax.decode.batch import MAX_STOPS, BatchDecoder, Commit, Request
@@ -21,7 +22,7 @@ from dspark_jax.decode.sampling import SamplingParams
 from dspark_jax.errors import CheckpointError, ConfigError, RequestError, raise_all
 from dspark_jax.parallel.mesh import EXPERT, PIPE, make_mesh, param_specs
 from dspark_jax.results import Completion, RoundOutput, Tally
-from dspark_jax.text import Tokenizer, TextStream, as_tokenizer
+from dspark_jax.text import TextStream, Tokenizer, as_tokenizer
 
 use_default_cache()
 
@@ -52,15 +53,19 @@ def model_folder(model: str | Path) -> Path:
         return Path(model)
     near = difflib.get_close_matches(str(model).lower(), names, 1, 0.5)
     known = f"the name of a shipped model ({', '.join(names)})" if names else "a shipped model (none is installed)"
+    problem = "is a file" if str(model) and Path(model).is_file() else "not found"
     raise CheckpointError(
-        f"model {str(model)!r} {'is a file' if str(model) and Path(model).is_file() else 'not found'}; expected {known} or the"
-        " path of a folder with config.json, *.safetensors and tokenizer.json"
-        + (f"; did you mean {near[0]!r}?" if near else "")
+        f"model {str(model)!r} {problem}; expected {known} or the path of a folder with config.json, *.safetensors and"
+        " tokenizer.json" + (f"; did you mean {near[0]!r}?" if near else "")
     )
 
 
 def load(
-    model: str | Path, *, mesh: Mesh | None = None, dtype: jax.typing.DTypeLike | None = None, max_len: int | None = None
+    model: str | Path,
+    *,
+    mesh: Mesh | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    max_len: int | None = None,
 ) -> "LM":
     """Reads a model and places its weights.
 
@@ -73,13 +78,29 @@ def load(
     Raises CheckpointError or ConfigError for a model that is missing, damaged or contradictory.
     """
     folder = model_folder(model)
-    from dspark_jax.checkpoint.reader import read_checkpoint, read_tokenizer
-
     mesh = make_mesh() if mesh is None else mesh
     if dtype is None:
         dtype = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else jnp.bfloat16
-    config, draft, graph, params = read_checkpoint(folder, dtype=dtype)
-    return LM(config, draft, graph, params, read_tokenizer(folder), mesh=mesh, max_len=max_len)
+
+    def place(path: tuple[str | int, ...], array: np.ndarray) -> jax.Array:
+        if "experts" not in path:
+            return jax.device_put(array, NamedSharding(mesh, PartitionSpec()))
+        check_mesh(mesh, array.shape[0])
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(EXPERT)))
+
+    read = read_checkpoint(folder, dtype=dtype, axis=EXPERT, place=place)
+    tokenizer = read_tokenizer(folder)
+    return LM(read.config, read.draft, read.graph, read.params, tokenizer, mesh=mesh, max_len=max_len)
+
+
+def check_mesh(mesh: Mesh, experts: int) -> None:
+    """Raises ConfigError for a mesh that a model with so many routed experts cannot generate on."""
+    faults = []
+    if mesh.shape[PIPE] != 1:
+        faults.append(f"pipe is {mesh.shape[PIPE]}; this version generates on one pipeline stage: use pipe = 1")
+    if experts % mesh.shape[EXPERT]:
+        faults.append(f"expert is {mesh.shape[EXPERT]}; expected a divisor of the model's {experts} routed experts")
+    raise_all(ConfigError, "mesh", faults)
 
 
 class LM:
@@ -114,7 +135,7 @@ class LM:
         if not 2 <= self.max_len <= limit:
             raise ConfigError(f"max_len is {max_len!r}; expected 2 … {limit}, the model's max_position_embeddings")
         self.mesh = make_mesh() if mesh is None else mesh
-        self._check_mesh(config)
+        check_mesh(self.mesh, config.n_routed_experts)
         specs = param_specs(params)
         self._params = jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(self.mesh, s)), params, specs)
         self._graph = graph
@@ -124,16 +145,6 @@ class LM:
         self._rounds_per_call = rounds_per_call or (1 if on_cpu else 8)
         self._decoders: dict[tuple[int, int], BatchDecoder] = {}
         self._lock = threading.Lock()
-
-    def _check_mesh(self, config: TargetConfig) -> None:
-        shape, faults = self.mesh.shape, []
-        if shape[PIPE] != 1:
-            faults.append(f"pipe is {shape[PIPE]}; this version generates on one pipeline stage: use pipe = 1")
-        if config.n_routed_experts % shape[EXPERT]:
-            faults.append(
-                f"expert is {shape[EXPERT]}; expected a divisor of the model's {config.n_routed_experts} routed experts"
-            )
-        raise_all(ConfigError, "mesh", faults)
 
     @property
     def gamma(self) -> int:
@@ -273,7 +284,7 @@ class LM:
         """Checked requests; raises one RequestError with every fault."""
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             kind = type(prompts).__name__
-            raise RequestError(f"prompts is a {kind}; expected a list of texts or of lists of token ids, as in [prompt]")
+            raise RequestError(f"prompts is a {kind}; expected a list of texts or of id lists, as in [prompt]")
         if not prompts:
             raise RequestError("prompts is empty; expected at least one prompt")
         faults: list[str] = []
@@ -305,7 +316,8 @@ class LM:
         for i, p in enumerate(given):
             name = "" if shared else f"params[{i}]: "
             if not isinstance(p, SamplingParams):
-                faults.append(f"{name}is a {type(p).__name__}; expected SamplingParams (SamplingParams.from_dict reads a dict)")
+                kind = type(p).__name__
+                faults.append(f"{name or 'params: '}is a {kind}; expected SamplingParams (its from_dict reads a dict)")
                 sound = False
             elif found := p.faults(self.config.vocab_size):
                 faults += [name + fault for fault in found]
@@ -344,9 +356,9 @@ class LM:
             return []
         if len(ids) > self.max_len - 1:
             faults.append(
-                f"{name} has {len(ids)} tokens; expected at most {self.max_len - 1} (max_len = {self.max_len} positions, one"
-                f" of them for the answer): shorten it, or load the model with a larger max_len (it allows up to"
-                f" {self.config.max_position_embeddings})"
+                f"{name} has {len(ids)} tokens; expected at most {self.max_len - 1} (max_len is {self.max_len}, one"
+                " position is for the answer): shorten it, or load the model with a larger max_len, up to"
+                f" {self.config.max_position_embeddings}"
             )
             return []
         return [int(t) for t in ids]

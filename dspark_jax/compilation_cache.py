@@ -18,8 +18,8 @@ def default_cache_dir() -> Path:
 def use_default_cache() -> None:
     """Points JAX's persistent compilation cache at `default_cache_dir`, unless the user has chosen a folder.
 
-    JAX_COMPILATION_CACHE_DIR and `jax.config` win; JAX_ENABLE_COMPILATION_CACHE=false turns the cache off. Programs that
-    take 0.3 s are worth keeping (JAX's own limit is 1 s), unless JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS says
+    JAX_COMPILATION_CACHE_DIR and `jax.config` win; JAX_ENABLE_COMPILATION_CACHE=false turns the cache off. Programs
+    that take 0.3 s are worth keeping (JAX's own limit is 1 s), unless JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS says
     otherwise. Initialises no backend.
     """
     if jax.config.jax_compilation_cache_dir is None:

@@ -42,8 +42,8 @@ class Completion:
       finish_reason: "stop" (a stop token), "length" (max_tokens) or "context" (the model's positions are used up).
       rounds: verification rounds while the request ran; the prefill is none.
       drafted: for every token, whether it is an accepted draft.
-      verified_by_position: for draft position j, the rounds that put it to the test: draft j was verified and all drafts
-        before it were accepted. Positions behind a stop or limit are not counted.
+      verified_by_position: for draft position j, the rounds that put it to the test: draft j was verified and all
+        drafts before it were accepted. Positions behind a stop or limit are not counted.
       accepted_by_position: how many of those rounds accepted it.
       prefill_seconds: from the start of the batch to the request's first token, compilation excluded.
       seconds: from the start of the batch to the request's last token, compilation excluded.
@@ -93,7 +93,7 @@ class Tally:
         self.rounds = 0
 
     def add(self, tokens: tuple[int, ...], accepted: int, verified: int, *, prefill: bool = False) -> int:
-        """Counts one round. `accepted` drafts survived, of which a stop or limit may have cut some; returns those left."""
+        """Counts one round; returns how many of the `accepted` drafts are left (a stop or limit may cut the block)."""
         count = len(tokens)
         kept = min(accepted, count)
         self.rounds += not prefill

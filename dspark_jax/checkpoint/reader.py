@@ -2,14 +2,14 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from tokenizers import Tokenizer
 
 from dspark_jax.checkpoint import layout
 from dspark_jax.checkpoint.files import TensorFiles, TensorInfo, listed, natural, open_files, stage_numbers
@@ -27,8 +27,7 @@ class CheckpointNotice(UserWarning):
     """A checkpoint is loaded in part; the message says which part is left out and why."""
 
 
-@dataclass(frozen=True)
-class LoadedCheckpoint:
+class LoadedCheckpoint(NamedTuple):
     """A checkpoint's model: `nnx.merge(graph, params)` is its `SpeculativeLM`; `draft` is None for a target alone."""
 
     config: TargetConfig
@@ -78,6 +77,36 @@ def read_checkpoint(
         raise_all(CheckpointError, str(folder), faults)
     nnx.replace_by_pure_dict(params, nnx.traversals.unflatten_mapping(arrays))
     return LoadedCheckpoint(config, draft, graph, params)
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """Reads a checkpoint folder's tokenizer.json; padding and truncation that it may ask for are switched off.
+
+    The tokenizer may have fewer tokens than config.json's `vocab_size` (embeddings are often padded), never more.
+
+    Raises:
+      CheckpointError: the file is missing or damaged, or makes ids that the model has no embedding for.
+    """
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: no tokenizer.json; copy it from the published model")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"{path}: not a tokenizer ({error}); download it again") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    if not vocab:
+        raise CheckpointError(f"{path}: has no tokens; download it again")
+    size = read_config(Path(folder)).get("vocab_size")
+    token = max(vocab, key=vocab.__getitem__)
+    if not isinstance(size, int) or vocab[token] >= size:
+        raise CheckpointError(
+            f"{path}: token {token!r} has id {vocab[token]}, but config.json's vocab_size is {size!r};"
+            " use the tokenizer published with these weights"
+        )
+    return tokenizer
 
 
 def _draft(
@@ -147,7 +176,7 @@ def _header_faults(entries: list[layout.Entry], files: TensorFiles, *, check_sta
 
 
 def _quantised(dtype: str, kind: str) -> bool:
-    return kind != "int" and (dtype in ("I8", "U8") or dtype.startswith(("F8", "F6", "F4")))
+    return kind != "int" and (dtype in ("I8", "U8", "F4") or dtype.startswith(("F8_", "F6_")))
 
 
 def _bytes(info: TensorInfo) -> int:

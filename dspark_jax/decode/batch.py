@@ -76,7 +76,14 @@ class BatchDecoder:
     """
 
     def __init__(
-        self, graph: nnx.GraphDef, params: nnx.State, mesh: Mesh, slots: int, max_len: int, chunk: int, rounds_per_call: int
+        self,
+        graph: nnx.GraphDef,
+        params: nnx.State,
+        mesh: Mesh,
+        slots: int,
+        max_len: int,
+        chunk: int,
+        rounds_per_call: int,
     ):
         self.program = DecodeProgram(graph, params, mesh, slots, max_len)
         self.slots, self.max_len, self.chunk, self.rounds_per_call = slots, max_len, chunk, rounds_per_call

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from dspark_kernels.precision import einsum
 from flax import nnx, struct
 from jaxtyping import Array, Bool, Float, Float32, Int
 
@@ -80,10 +81,7 @@ class Projections(nnx.Module):
         c = self.config
         heads = rotate(heads, position, self._freq(), inverse=True)
         groups = heads.reshape(*heads.shape[:-2], c.o_groups, c.group_width)
-        precision = jax.lax.Precision.HIGHEST if heads.dtype == jnp.float32 else None
-        low = jnp.einsum(
-            "...gw,gwr->...gr", groups, self.wo_a[...].astype(heads.dtype), preferred_element_type=jnp.float32, precision=precision
-        )
+        low = einsum("...gw,gwr->...gr", groups, self.wo_a[...])
         return dot(low.astype(heads.dtype).reshape(*heads.shape[:-2], -1), self.wo_b.weight[...])
 
     def _freq(self):
@@ -104,29 +102,24 @@ def sink_attention(
     """
     r, w, h, c = query.shape
     tiles = window_kv.shape[1]
-    precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
-
-    def product(subscripts: str, left: jax.Array, right: jax.Array) -> Float32[Array, "..."]:
-        return jnp.einsum(subscripts, left, right, preferred_element_type=jnp.float32, precision=precision)
-
     tiled = query.reshape(r, tiles, w // tiles, h, c)
-    logits = product("rnthc,rnmc->rnthm", tiled, window_kv).reshape(r, w, h, -1)
+    logits = einsum("rnthc,rnmc->rnthm", tiled, window_kv).reshape(r, w, h, -1)
     logits = jnp.where(window_visible[:, :, None], logits * c**-0.5, -jnp.inf)
     split = logits.shape[-1]
     if entries is not None:
         shared = entries.kv.ndim == 3
-        more = product("rwhc,rnc->rwhn" if shared else "rwhc,rwnc->rwhn", query, entries.kv)
+        more = einsum("rwhc,rnc->rwhn" if shared else "rwhc,rwnc->rwhn", query, entries.kv)
         logits = jnp.concatenate([logits, jnp.where(entries.visible[:, :, None], more * c**-0.5, -jnp.inf)], axis=-1)
     # The sink keeps the maximum finite for rows that see nothing.
     top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), sink.astype(jnp.float32)[:, None])
     weight = jnp.exp(logits - top)
     total = jnp.sum(weight, axis=-1, keepdims=True) + jnp.exp(sink.astype(jnp.float32)[:, None] - top)
     rounded = weight.astype(query.dtype)
-    out = product("rnthm,rnmc->rnthc", rounded[..., :split].reshape(r, tiles, w // tiles, h, split), window_kv)
+    out = einsum("rnthm,rnmc->rnthc", rounded[..., :split].reshape(r, tiles, w // tiles, h, split), window_kv)
     out = out.reshape(r, w, h, c)
     if entries is None:
         return (out / total).astype(query.dtype), None
-    out += product("rwhn,rnc->rwhc" if shared else "rwhn,rwnc->rwhc", rounded[..., split:], entries.kv)
+    out += einsum("rwhn,rnc->rwhc" if shared else "rwhn,rwnc->rwhc", rounded[..., split:], entries.kv)
     return (out / total).astype(query.dtype), weight[..., split:] / total
 
 

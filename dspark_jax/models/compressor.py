@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from dspark_kernels.precision import einsum
 from flax import nnx, struct
 from jaxtyping import Array, Bool, Float, Float32, Int
 
@@ -129,9 +130,7 @@ class Indexer(nnx.Module):
         heads = self.wq_b(query_latent).reshape(*x.shape[:2], c.index_n_heads, c.index_head_dim)
         heads = rotate(heads, position, rope_frequencies(c.rope, True))
         weight = self.weights_proj(x, jnp.float32) / math.sqrt(c.index_head_dim * c.index_n_heads)
-        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-        product = jnp.einsum("rwhc,rnc->rwhn", heads, keys, preferred_element_type=jnp.float32, precision=precision)
-        return jnp.einsum("rwhn,rwh->rwn", jax.nn.relu(product), weight, precision=jax.lax.Precision.HIGHEST)
+        return einsum("rwhn,rwh->rwn", jax.nn.relu(einsum("rwhc,rnc->rwhn", heads, keys)), weight)
 
     def select(self, scores: Float32[Array, "R width N"], visible: Bool[Array, "R width N"]) -> Selection:
         """The best visible entries of each row; ties go to the earlier entry."""

@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from dspark_kernels.precision import einsum
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
@@ -13,9 +14,7 @@ from dspark_jax.config import RopeConfig
 
 def dot(x: Float[Array, "... i"], weight: Float[Array, "i o"], out_dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "... o"]:
     """`x @ weight` in x's dtype with fp32 accumulation; fp32 inputs use full fp32 products on every device."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    y = jnp.matmul(x, weight.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
-    return y.astype(x.dtype if out_dtype is None else out_dtype)
+    return einsum("...i,io->...o", x, weight).astype(x.dtype if out_dtype is None else out_dtype)
 
 
 def rms_norm(x: Float[Array, "... d"], weight: Float[Array, "d"] | None, eps: float) -> Float[Array, "... d"]:

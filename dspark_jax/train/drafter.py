@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from dspark_jax.drafters.dspark import DSpark
 from dspark_jax.models.deepseek_v4 import DeepseekV4
 from dspark_jax.train.losses import DraftLosses, draft_losses
-from dspark_jax.train.target import TrainState, _balance, trainable
+from dspark_jax.train.target import TrainState, balance, trainable
 
 
 class Anchors(NamedTuple):
@@ -104,6 +104,6 @@ def drafter_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {**losses._asdict(), "loss": losses.total, "grad_norm": optax.global_norm(grads)}
-        return TrainState(params, _balance(state.fixed, moe, bias_rate), opt_state, state.step + 1), metrics
+        return TrainState(params, balance(state.fixed, moe, bias_rate), opt_state, state.step + 1), metrics
 
     return jax.jit(step, donate_argnums=0)

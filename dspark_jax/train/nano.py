@@ -9,6 +9,7 @@ Runs on one GPU in about 20 minutes; both trainings resume from `--work` when th
 import argparse
 import json
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -17,7 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from dspark_jax.checkpoint.reader import read_checkpoint
+from dspark_jax.checkpoint.writer import write_checkpoint
 from dspark_jax.config import DraftConfig, RopeConfig, TargetConfig
+from dspark_jax.drafters.dspark import DSpark
+from dspark_jax.models.attention import Select
 from dspark_jax.models.deepseek_v4 import DeepseekV4
 from dspark_jax.models.speculative import SpeculativeLM
 from dspark_jax.train.balance import set_hash_tables
@@ -25,7 +30,7 @@ from dspark_jax.train.data import TokenStream, load_tokens
 from dspark_jax.train.drafter import drafter_step, init_drafter
 from dspark_jax.train.loop import train
 from dspark_jax.train.optimizer import OptimizerConfig, make_optimizer
-from dspark_jax.train.target import TargetRules, evaluate_target, init_target, target_step
+from dspark_jax.train.target import TargetRules, TargetStep, evaluate_target, init_target
 
 LENGTH = 1024
 
@@ -59,112 +64,127 @@ def nano_config(vocab_size: int = 4096) -> tuple[TargetConfig, DraftConfig]:
     return target, draft
 
 
-def train_target(model: DeepseekV4, tokens: np.ndarray, steps: int, batch: int, work: Path, optimizer: OptimizerConfig, stop_at=None):
+def train_target(model: DeepseekV4, stream: TokenStream, steps: int, work: Path, optimizer: OptimizerConfig):
     """Pre-trains the target; returns (graph, state)."""
     transform, _ = make_optimizer(optimizer)
     graph, state = init_target(model, transform)
-    step = target_step(graph, transform, TargetRules(dense_steps=steps // 4))
-    stream = TokenStream(tokens, LENGTH, batch, seed=1)
-    state = train(step, state, stream, steps, folder=work / "target", save_every=max(steps // 4, 1), report=_print, stop_at=stop_at)
+    step = TargetStep(graph, transform, TargetRules(dense_steps=steps // 4))
+    precompile(step.sparse, state, stream.at(0))
+    state = train(step, state, stream, steps, folder=work / "target", save_every=max(steps // 4, 1), report=_print)
     return graph, state
 
 
 def train_drafter(
-    target: DeepseekV4, model: SpeculativeLM, tokens: np.ndarray, steps: int, batch: int, anchors: int, work: Path, optimizer: OptimizerConfig
+    target: DeepseekV4, stages: DSpark, stream: TokenStream, steps: int, anchors: int, work: Path, optimizer: OptimizerConfig
 ):
     """Trains the stages against the frozen target; returns (graph, state)."""
     transform, _ = make_optimizer(optimizer)
     target_graph, frozen = nnx.split(target)
-    assert model.draft is not None
-    graph, state = init_drafter(model.draft, transform)
+    graph, state = init_drafter(stages, transform)
     step = drafter_step(target_graph, graph, transform, anchors=anchors, bos=target.config.bos_token_id, seed=3)
-    stream = TokenStream(tokens, LENGTH, batch, seed=2)
     state = train(
-        lambda s, t, _: step(s, frozen, t), state, stream, steps, folder=work / "draft", save_every=max(steps // 4, 1), report=_print
-    )
+        lambda s, tokens, _: step(s, frozen, tokens), state, stream, steps,
+        folder=work / "draft", save_every=max(steps // 4, 1), report=_print,
+    )  # fmt: skip
     return graph, state
 
 
-def bits_per_byte(graph, state, tokens: np.ndarray, num_bytes: int, select="indexer", batch: int = 16) -> float:
-    """Held-out bits per byte: sequences of LENGTH tokens, each from an empty context; a last partial one is left out.
+def precompile(program, *arguments) -> None:
+    """Compiles in the background into the persistent cache, where the first real call finds it."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+    threading.Thread(target=lambda: program.lower(*shapes).compile(), daemon=True).start()
 
-    The bytes are scaled by the share of tokens that is scored.
+
+def bits_per_byte(graph, state, tokens: np.ndarray, num_bytes: int, bos: int, select: Select = "indexer", batch: int = 16) -> float:
+    """Held-out bits per byte of a whole stream, cut into sequences of LENGTH tokens that each begin with no context.
+
+    Every token is scored but the first of the stream and the separators `bos`, which stand for no bytes.
     """
     run = evaluate_target(graph, select)
-    count = (len(tokens) - 1) // LENGTH
-    total, scored = 0.0, 0
-    for i in range(0, count - count % batch, batch):
-        rows = np.stack([tokens[(i + j) * LENGTH : (i + j + 1) * LENGTH + 1] for j in range(batch)]).astype(np.int32)
-        total += float(run(state.params, state.fixed, jnp.asarray(rows)))
-        scored += batch * LENGTH
-    return total / np.log(2) / (num_bytes * scored / (len(tokens) - 1))
+    span = LENGTH * batch
+    tokens = tokens.astype(np.int32)
+    padded = np.zeros(-(-(len(tokens) - 1) // span) * span, np.int32)
+    labels = np.full_like(padded, -1)
+    padded[: len(tokens) - 1] = tokens[:-1]
+    labels[: len(tokens) - 1] = np.where(tokens[1:] == bos, -1, tokens[1:])
+    total = sum(
+        float(run(state.params, state.fixed, padded[i : i + span].reshape(batch, LENGTH), labels[i : i + span].reshape(batch, LENGTH)))
+        for i in range(0, len(padded), span)
+    )
+    return total / np.log(2) / num_bytes
 
 
 def _print(record: dict) -> None:
-    short = {k: v for k, v in record.items() if k != "total"}
-    print(json.dumps(short), flush=True)
+    print(json.dumps({k: v for k, v in record.items() if k != "total"}), flush=True)
 
 
-def main() -> None:
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--corpus", type=Path, default=Path(".corpus"))
     parser.add_argument("--work", type=Path, default=Path(".nano"), help="checkpoints and logs; an interrupted run resumes here")
     parser.add_argument("--out", type=Path, default=Path("dspark_jax/assets/nano"))
-    parser.add_argument("--target-steps", type=int, default=6000)
-    parser.add_argument("--draft-steps", type=int, default=3000)
+    parser.add_argument("--target", type=Path, help="take the target from this checkpoint folder and train the stages alone")
+    parser.add_argument("--target-steps", type=int, default=10_000)
+    parser.add_argument("--draft-steps", type=int, default=10_000)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--draft-batch", type=int, default=32)
-    parser.add_argument("--anchors", type=int, default=128)
-    parser.add_argument("--optimizer", default="muon")
-    parser.add_argument("--peak", type=float, default=4e-3)
-    parser.add_argument("--stop-at", type=int, default=None, help="end the target's training early (for a trial)")
-    args = parser.parse_args()
+    parser.add_argument("--anchors", type=int, default=256)
+    parser.add_argument("--peak", type=float, default=4e-3, help="peak learning rate of the target; the stages take half of it")
+    return parser.parse_args()
 
+
+def main() -> None:
+    args = _arguments()
     began = time.perf_counter()
     config, draft = nano_config()
-    tokens = load_tokens(args.corpus / "train.npy", config.vocab_size)
-    tokens = np.ascontiguousarray(tokens)
+    tokens = np.ascontiguousarray(load_tokens(args.corpus / "train.npy", config.vocab_size))
     model = SpeculativeLM(config, draft, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     sizes = {k: sum(x.size for x in jax.tree.leaves(nnx.state(m))) for k, m in (("target", model.target), ("draft", model.draft))}
-    print(json.dumps({"parameters": sizes, "tokens": len(tokens), "device": jax.devices()[0].device_kind}), flush=True)
-    set_hash_tables(model.target.layers, np.bincount(tokens[:20_000_000], minlength=config.vocab_size))
+    record: dict = {"device": jax.devices()[0].device_kind, "parameters": sizes, "tokens": len(tokens)}
+    record["arguments"] = {k: str(v) for k, v in vars(args).items() if k not in ("corpus", "work", "out")}
+    print(json.dumps(record), flush=True)
 
-    steps = args.target_steps
-    graph, state = train_target(
-        model.target, tokens, steps, args.batch, args.work,
-        OptimizerConfig(peak=args.peak, steps=steps, warmup=min(200, steps // 4), kind=args.optimizer), args.stop_at,
-    )  # fmt: skip
-    seconds = {"target": time.perf_counter() - began}
-    results: dict = {"bits_per_byte": {}}
-    meta = json.loads((args.corpus / "meta.json").read_text())
-    for kind in ("code", "prose"):
-        valid = np.load(args.corpus / f"valid_{kind}.npy")
-        size = (args.corpus / f"valid_{kind}.txt").stat().st_size
-        results["bits_per_byte"][kind] = {s: bits_per_byte(graph, state, valid, size, s) for s in ("indexer", "random", "all")}
-    print(json.dumps(results), flush=True)
-    if args.draft_steps == 0:
-        return
+    if args.target:
+        loaded = read_checkpoint(args.target, dtype=jnp.float32)
+        model.target = _with_dtype(config, draft, nnx.merge(loaded.graph, loaded.params).target)
+    else:
+        set_hash_tables(model.target.layers, np.bincount(tokens[:20_000_000], minlength=config.vocab_size))
+        steps = args.target_steps
+        optimizer = OptimizerConfig(peak=args.peak, steps=steps, warmup=min(200, steps // 4))
+        graph, state = train_target(model.target, TokenStream(tokens, LENGTH, args.batch, seed=1), steps, args.work, optimizer)
+        model.target = nnx.merge(graph, state.params, state.fixed)
+        alone = SpeculativeLM(config, None, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        alone.target = model.target
+        write_checkpoint(args.work / "target-only", config, None, nnx.split(alone)[1])
+        record["target_seconds"] = round(time.perf_counter() - began, 1)
+        record["bits_per_byte"] = {}
+        for kind in ("code", "prose"):
+            valid = np.load(args.corpus / f"valid_{kind}.npy")
+            size = (args.corpus / f"valid_{kind}.txt").stat().st_size
+            record["bits_per_byte"][kind] = {
+                s: round(bits_per_byte(graph, state, valid, size, config.bos_token_id, s), 4) for s in ("indexer", "random", "all")
+            }
+        print(json.dumps(record["bits_per_byte"]), flush=True)
 
-    target = nnx.merge(graph, state.params, state.fixed)
     steps = args.draft_steps
-    draft_graph, draft_state = train_drafter(
-        target, model, tokens, steps, args.draft_batch, args.anchors, args.work,
-        OptimizerConfig(peak=args.peak / 2, steps=steps, warmup=min(200, steps // 4), kind=args.optimizer),
-    )  # fmt: skip
-    seconds["all"] = time.perf_counter() - began
-    model.target = target
+    optimizer = OptimizerConfig(peak=args.peak / 2, steps=steps, warmup=min(200, steps // 4))
+    stream = TokenStream(tokens, LENGTH, args.draft_batch, seed=2)
+    draft_graph, draft_state = train_drafter(model.target, model.draft, stream, steps, args.anchors, args.work, optimizer)
     model.draft = nnx.merge(draft_graph, draft_state.params, draft_state.fixed)
-    from dspark_jax.checkpoint.writer import write_checkpoint
-
     write_checkpoint(args.out, config, draft, nnx.split(model)[1])
     shutil.copy(args.corpus / "tokenizer.json", args.out / "tokenizer.json")
-    logs = {k: (args.work / k / "log.jsonl").read_text().splitlines()[-1] for k in ("target", "draft")}
-    record = {
-        "seconds": seconds, "device": jax.devices()[0].device_kind, "corpus": meta, "parameters": sizes,
-        "arguments": {k: str(v) for k, v in vars(args).items()}, **results, "last": {k: json.loads(v) for k, v in logs.items()},
-    }  # fmt: skip
-    (args.out / "training.json").write_text(json.dumps(record, indent=1))
-    print(json.dumps({"seconds": seconds, "bytes": sum(f.stat().st_size for f in args.out.iterdir())}), flush=True)
+    record["seconds"] = round(time.perf_counter() - began, 1)
+    for part in ("target", "draft"):
+        if (log := args.work / part / "log.jsonl").exists():
+            record[part] = json.loads(log.read_text().splitlines()[-1])
+    (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps({"seconds": record["seconds"], "bytes": sum(f.stat().st_size for f in args.out.iterdir())}), flush=True)
+
+
+def _with_dtype(config: TargetConfig, draft: DraftConfig, target: DeepseekV4) -> DeepseekV4:
+    """The same parameters in a module that taps for `draft`, computes in bf16, and runs outside a mesh."""
+    graph, _ = nnx.split(nnx.eval_shape(lambda: DeepseekV4(config, taps=draft.target_layer_ids, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
+    return nnx.merge(graph, nnx.split(target)[1])
 
 
 if __name__ == "__main__":

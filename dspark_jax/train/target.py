@@ -1,6 +1,5 @@
 """Pre-training of a target: next-token loss, the indexer's own loss, and balanced experts."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +13,8 @@ from dspark_jax.models.attention import Select
 from dspark_jax.models.deepseek_v4 import DeepseekV4
 from dspark_jax.train.balance import load_spread, update_bias
 from dspark_jax.train.losses import indexer_loss, next_token_loss
+
+Metrics = dict[str, Float32[Array, ""]]
 
 
 @dataclass(frozen=True)
@@ -46,25 +47,35 @@ def init_target(model: DeepseekV4, optimizer: optax.GradientTransformation) -> t
     return graph, TrainState(params, fixed, optimizer.init(params), jnp.zeros((), jnp.int32))
 
 
-def target_step(
-    graph: nnx.GraphDef, optimizer: optax.GradientTransformation, rules: TargetRules
-) -> Callable[[TrainState, Int[Array, "B T1"]], tuple[TrainState, dict[str, Float32[Array, ""]]]]:
-    """(state, tokens [B, T+1]) -> (state, metrics), to be jitted with the state donated."""
+class TargetStep:
+    """(state, tokens [B, T+1], step) -> (state, metrics), jitted with the state donated.
 
-    def loss_of(params: nnx.State, fixed: nnx.State, tokens: Int[Array, "B T1"], select: Select):
-        model = nnx.merge(graph, params, fixed)
+    Up to `rules.dense_steps` queries of compressed sparse layers see every finished entry, afterwards the indexer's choice;
+    these are two programs.
+    """
+
+    def __init__(self, graph: nnx.GraphDef, optimizer: optax.GradientTransformation, rules: TargetRules):
+        self.graph, self.optimizer, self.rules = graph, optimizer, rules
+        self.dense = jax.jit(partial(self._step, select="all"), donate_argnums=0)
+        self.sparse = jax.jit(partial(self._step, select="indexer"), donate_argnums=0)
+
+    def __call__(self, state: TrainState, tokens: Int[Array, "B T1"], index: int) -> tuple[TrainState, Metrics]:
+        return (self.dense if index < self.rules.dense_steps else self.sparse)(state, tokens)
+
+    def _loss(self, params: nnx.State, fixed: nnx.State, tokens: Int[Array, "B T1"], select: Select):
+        model = nnx.merge(self.graph, params, fixed)
         out = model.sequence(tokens[:, :-1], select=select)
         loss = next_token_loss(model.logits(out.hidden), tokens[:, 1:])
         index = [indexer_loss(aux) for aux in out.attention if aux is not None]
-        kl = sum(index) / max(len(index), 1) if index else jnp.zeros(())
-        return loss + rules.indexer_weight * kl, (loss, kl, out.moe)
+        kl = jnp.mean(jnp.stack(index)) if index else jnp.zeros(())
+        return loss + self.rules.indexer_weight * kl, (loss, kl, out.moe)
 
-    def step(state: TrainState, tokens: Int[Array, "B T1"], select: Select):
-        grad = jax.value_and_grad(loss_of, has_aux=True)
+    def _step(self, state: TrainState, tokens: Int[Array, "B T1"], select: Select) -> tuple[TrainState, Metrics]:
+        grad = jax.value_and_grad(self._loss, has_aux=True)
         (_, (loss, kl, moe)), grads = grad(state.params, state.fixed, tokens, select)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        fixed = _balance(state.fixed, moe, rules.bias_rate)
+        fixed = balance(state.fixed, moe, self.rules.bias_rate)
         metrics = {
             "loss": loss,
             "indexer_kl": kl,
@@ -73,16 +84,8 @@ def target_step(
         }
         return TrainState(params, fixed, opt_state, state.step + 1), metrics
 
-    dense = jax.jit(partial(step, select="all"), donate_argnums=0)
-    sparse = jax.jit(partial(step, select="indexer"), donate_argnums=0)
 
-    def run(state: TrainState, tokens: Int[Array, "B T1"], index: int):
-        return (dense if index < rules.dense_steps else sparse)(state, tokens)
-
-    return run
-
-
-def _balance(fixed: nnx.State, moe, rate: float) -> nnx.State:
+def balance(fixed: nnx.State, moe, rate: float) -> nnx.State:
     """Moves each layer's router bias by that layer's own load."""
 
     def move(path: tuple, leaf: jax.Array) -> jax.Array:
@@ -96,11 +99,12 @@ def _balance(fixed: nnx.State, moe, rate: float) -> nnx.State:
 
 
 def evaluate_target(graph: nnx.GraphDef, select: Select = "indexer"):
-    """(params, fixed, tokens [B, T+1]) -> loss in nats, summed over the batch; jitted."""
+    """(params, fixed, tokens [B, T], labels [B, T]) -> loss in nats summed over the labels >= 0; jitted."""
 
-    def run(params: nnx.State, fixed: nnx.State, tokens: Int[Array, "B T1"]) -> Float32[Array, ""]:
+    def run(params: nnx.State, fixed: nnx.State, tokens: Int[Array, "B T"], labels: Int[Array, "B T"]) -> Float32[Array, ""]:
         model = nnx.merge(graph, params, fixed)
-        out = model.sequence(tokens[:, :-1], select=select)
-        return next_token_loss(model.logits(out.hidden), tokens[:, 1:]) * tokens[:, 1:].size
+        logits = model.logits(model.sequence(tokens, select=select).hidden)
+        chosen = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+        return jnp.sum(jnp.where(labels >= 0, jax.nn.logsumexp(logits, axis=-1) - chosen, 0.0))
 
     return jax.jit(run)

@@ -4,11 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.checkpoints import DRAFT, TARGET, random_params, with_head
-from helpers.goldens import configs
 
 from dspark_jax.checkpoint import layout
 from dspark_jax.config import DraftConfig, TargetConfig
+from helpers.checkpoints import DRAFT, TARGET, random_params, with_head
+from helpers.goldens import configs
 
 
 def table(config: TargetConfig, draft: DraftConfig | None) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -97,11 +97,11 @@ def test_v4_flash_shapes_follow_the_published_table():
     ],
 )
 def test_sequential_heads_have_their_published_names(kind, own):
-    heads = {k.removeprefix("mtp.1.markov_head."): v for k, v in table(TARGET, with_head(kind)).items() if "markov_" in k}
+    found, prefix = table(TARGET, with_head(kind)), "mtp.1.markov_head."
+    heads = {key.removeprefix(prefix): shape for key, (shape, _) in found.items() if key.startswith(prefix)}
     low_rank = {"markov_w1.weight": (13, 3), "markov_w2.weight": (13, 3)}
-    assert {key: shape for key, (shape, _) in heads.items()} == ({} if own is None else low_rank | own)
-    confidence = table(TARGET, with_head(kind))["mtp.1.confidence_head.proj.weight"]
-    assert confidence == ((1, 8 if own is None else 8 + 3), "weight")
+    assert heads == ({} if own is None else low_rank | own)
+    assert found["mtp.1.confidence_head.proj.weight"] == ((1, 8 if own is None else 8 + 3), "weight")
 
 
 def test_a_target_alone_has_no_stages():

@@ -34,6 +34,7 @@ def _one_round(p_logits, q_logits, believed, sampling):
 
 
 one_round = jax.jit(_one_round)
+process = jax.jit(processed_logits)
 
 
 def first_tokens(p_logits, q_logits, sampling=None, believed=None, run=None):
@@ -68,7 +69,7 @@ def test_exact_for_every_setting(temperature, top_k, top_p):
     sampling = state(N, temperature, top_k, top_p, first_seed=7 * N)
     # The drafter applies the same settings to its own logits.
     one = jax.tree.map(lambda x: x[:1], sampling)
-    q = processed_logits(jnp.asarray(q, jnp.float32)[None], one.temperature, one.top_k, one.top_p)[0]
+    q = process(jnp.asarray(q, jnp.float32)[None], one.temperature, one.top_k, one.top_p)[0]
     token, accepted = first_tokens(p, q, sampling)
     law = reference_law(p, temperature, top_k, top_p)
     verdict = matches(token, law)
@@ -174,7 +175,7 @@ def test_b33_temperature_zero_drafts_the_argmax_with_a_one_hot_q():
     rng = np.random.default_rng(3)
     sampling = state(50, temperature=0.0, top_k=5, top_p=0.5)
     logits = jnp.asarray(rng.normal(size=(50, 9)), jnp.float32)
-    q = processed_logits(logits, sampling.temperature, sampling.top_k, sampling.top_p).astype(jnp.bfloat16)
+    q = process(logits, sampling.temperature, sampling.top_k, sampling.top_p).astype(jnp.bfloat16)
     draft = draw_draft(q, sampling.seed, jnp.arange(50))
     np.testing.assert_array_equal(draft, logits.argmax(-1))
     np.testing.assert_array_equal(jax.nn.softmax(q.astype(jnp.float32)), jax.nn.one_hot(logits.argmax(-1), 9))

@@ -54,6 +54,7 @@ def test_joint_of_three_tokens_over_rounds(width):
     assert verdict, verdict
 
 
+@pytest.mark.long  # one more program; the look-up models check the same through the round
 def test_mean_accepted_length_follows_the_tables():
     _, done = decode(state(N), jnp.full(N, GAMMA, jnp.int32), rounds=1)
     expected, mass = 1.0, np.eye(VOCAB)[0]

@@ -1,4 +1,4 @@
-"""A tiny checkpoint for tests of reading and writing: configurations, random parameters, and edits of a written folder."""
+"""A tiny checkpoint for tests of reading and writing: configurations, random parameters, edits of its folder."""
 
 import json
 from collections.abc import Callable

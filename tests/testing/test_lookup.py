@@ -132,7 +132,7 @@ def texts(every) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("order", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_greedy_text_through_the_round_is_the_chain_of_argmaxes(order):
     target = LookupTarget.random(VOCAB, order=order, seed=5)
     drafter = LookupDrafter.random(VOCAB, 3, seed=6)

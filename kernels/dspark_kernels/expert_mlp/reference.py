@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from dspark_kernels.precision import einsum
+
 
 def swiglu(gate: Float32[Array, "... f"], up: Float32[Array, "... f"], limit: float) -> Float32[Array, "... f"]:
     """Clamped SwiGLU: the gate is clamped from above only, `up` on both sides (limit 0: no clamp)."""
@@ -32,13 +34,7 @@ def expert_mlp(
     """
     experts = w1.shape[0]
     dense = jnp.sum(jax.nn.one_hot(ids, experts, dtype=jnp.float32) * weights[:, :, None], axis=1)
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-
-    def product(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
-        right = right.astype(left.dtype)
-        return jnp.einsum(subscripts, left, right, preferred_element_type=jnp.float32, precision=precision)
-
-    gate = product("bd,edf->ebf", x, w1).astype(x.dtype).astype(jnp.float32)
-    up = product("bd,edf->ebf", x, w3).astype(x.dtype).astype(jnp.float32)
+    gate = einsum("bd,edf->ebf", x, w1).astype(x.dtype).astype(jnp.float32)
+    up = einsum("bd,edf->ebf", x, w3).astype(x.dtype).astype(jnp.float32)
     hidden = swiglu(gate, up, limit) * dense.T[:, :, None]
-    return product("ebf,efd->bd", hidden.astype(x.dtype), w2)
+    return einsum("ebf,efd->bd", hidden.astype(x.dtype), w2)

@@ -1,0 +1,200 @@
+"""The command line. JAX is imported inside the commands, so that help and usage errors come at once."""
+
+import functools
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from dspark_jax import __version__
+from dspark_jax.errors import DSparkError, RequestError
+
+if TYPE_CHECKING:
+    from dspark_jax.api import LM
+    from dspark_jax.decode.sampling import SamplingParams
+    from dspark_jax.results import Completion
+
+BAD_INPUT, INTERRUPTED = 2, 130
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # plain messages: one line that says what is wrong
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Entry point of `dspark-jax`."""
+    warnings.formatwarning = lambda message, *_, **__: f"dspark-jax: warning: {message}\n"
+    try:
+        app(prog_name="dspark-jax")
+    except KeyboardInterrupt:
+        _stop("interrupted", INTERRUPTED)
+
+
+def _stop(message: str, code: int) -> NoReturn:
+    print(f"dspark-jax: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def _guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """One line on stderr for bad input and for Ctrl-C, no traceback."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except DSparkError as error:
+            _stop(f"error: {error}", BAD_INPUT)
+        except KeyboardInterrupt:
+            _stop("interrupted", INTERRUPTED)
+        except BrokenPipeError:
+            # The reader of our output has gone. Python would complain once more when it closes stdout.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(1) from None
+
+    return run
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"dspark-jax {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Exact speculative decoding of DeepSeek-V4-style models with DSpark drafters."""
+
+
+@app.command()
+@_guarded
+def generate(
+    model: Annotated[str, typer.Option(help="A shipped model's name, or a checkpoint folder.")] = "nano",
+    prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from this UTF-8 file.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this mass; 1 is off.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Fixes every random draw.")] = 0,
+    compare: Annotated[bool, typer.Option("--compare", help="Decode without the drafter too, and compare.")] = False,
+    no_draft: Annotated[bool, typer.Option("--no-draft", help="Decode without the drafter.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    no_color: Annotated[bool, typer.Option("--no-color", help="No colours.")] = False,
+) -> None:
+    """Continue a prompt; accepted draft tokens are shown in colour, block by block."""
+    text = _prompt_text(prompt, prompt_file)
+    if compare and no_draft:
+        raise RequestError(
+            "--compare sets the drafter against plain decoding: it cannot go with --no-draft; remove one"
+        )
+    from dspark_jax.api import load
+    from dspark_jax.decode.sampling import SamplingParams
+    from dspark_jax.errors import raise_all
+
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
+    raise_all(RequestError, "sampling parameters", params.faults())
+    lm = load(model)
+    if compare and lm.draft_config is None:
+        raise RequestError(f"--compare needs a drafter, and the model {model!r} has none; remove --compare")
+    if as_json:
+        _generate_json(lm, text, params, not no_draft, compare)
+    else:
+        _generate_shown(lm, text, params, not no_draft, compare, no_color)
+
+
+def _prompt_text(prompt: str | None, path: Path | None) -> str:
+    if (prompt is None) == (path is None):
+        given = "neither" if prompt is None else "both"
+        raise RequestError(f"expected exactly one of --prompt and --prompt-file, got {given}")
+    if path is None:
+        assert prompt is not None
+        return prompt
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        problem = f"is not UTF-8 text ({error.reason} at byte {error.start}); convert it"
+        raise RequestError(f"--prompt-file {str(path)!r} {problem}") from None
+    except OSError as error:
+        raise RequestError(f"--prompt-file {str(path)!r} cannot be read: {error.strerror}; check the path") from None
+
+
+def _modes(lm: "LM", draft: bool, compare: bool) -> tuple[bool, list[bool]]:
+    """Whether the main run drafts, and every mode that will run."""
+    draft = draft and lm.draft_config is not None
+    return draft, [draft, False] if compare else [draft]
+
+
+def _generate_json(lm: "LM", prompt: str, params: "SamplingParams", draft: bool, compare: bool) -> None:
+    draft, modes = _modes(lm, draft, compare)
+    compile_seconds = lm.compile([prompt], params, speculate=modes)
+    result = lm.generate([prompt], params, speculate=draft)[0]
+    plain = lm.generate([prompt], params, speculate=False)[0] if compare else None
+    print(json.dumps(summary(result, plain, draft, params.temperature, compile_seconds), ensure_ascii=False))
+
+
+def summary(
+    result: "Completion", plain: "Completion | None", draft: bool, temperature: float, compile_seconds: float
+) -> dict[str, Any]:
+    """The JSON object of one run; `plain` is the run of --compare.
+
+    Every key is always there. `identical` is null without --compare, and at a temperature above 0, where both runs are
+    samples of one law and not one text. `plain_tokens_per_second` is null where plain decoding did not run.
+    """
+    plain_run = plain if draft else result
+    found: dict[str, Any] = {
+        "text": result.text,
+        "tokens": len(result.tokens),
+        "token_ids": list(result.tokens),
+        "drafted": list(result.drafted),
+        "finish_reason": result.finish_reason,
+        "rounds": result.rounds,
+        "tokens_per_round": result.tokens_per_round,
+        "acceptance_by_position": list(result.acceptance_by_position),
+        "identical": None,
+        "tokens_per_second": result.tokens_per_second,
+        "plain_tokens_per_second": plain_run.tokens_per_second if plain_run else None,
+        "prefill_seconds": result.prefill_seconds,
+        "compile_seconds": compile_seconds,
+    }
+    if plain is not None and temperature == 0:
+        found["identical"] = result.tokens == plain.tokens
+    elif plain is not None:
+        found["note"] = "sampled texts differ by design: with and without the drafter the law is equal, not the sample"
+    return found
+
+
+def _generate_shown(
+    lm: "LM", prompt: str, params: "SamplingParams", draft: bool, compare: bool, no_color: bool
+) -> None:
+    from dspark_jax.cli_display import Display
+
+    draft, modes = _modes(lm, draft, compare)
+    display = Display(no_color=no_color)
+    with display.waiting("compiling"):
+        compile_seconds = lm.compile([prompt], params, speculate=modes)
+    display.begin(prompt, draft)
+    result = lm.generate([prompt], params, speculate=draft, on_round=display.round)[0]
+    display.end()
+    plain = None
+    if compare:
+        with display.waiting("decoding without the drafter"):
+            plain = lm.generate([prompt], params, speculate=False)[0]
+    display.summary(result, plain, draft, compile_seconds)
+    if plain is not None:
+        display.verdict(result, plain, params.temperature, lm.decode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""What `dspark-jax generate` shows: text as it comes, accepted drafts in colour, and a summary."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from rich.console import Console
+from rich.table import Table
+
+from dspark_jax.results import Completion, RoundOutput
+
+PROMPT, ACCEPTED, OWN = "dim", "bold green", None
+
+
+class Display:
+    """Text and summary on stdout, progress on stderr (only where that is a terminal)."""
+
+    def __init__(self, *, no_color: bool = False):
+        plain = True if no_color else None
+        self.out = Console(no_color=plain, highlight=False, soft_wrap=True)
+        self.err = Console(stderr=True, no_color=plain, highlight=False)
+        self._styled = self.out.is_terminal and not self.out.no_color
+
+    def waiting(self, what: str) -> AbstractContextManager:
+        """A spinner while something without output runs."""
+        return self.err.status(f"{what} …") if self.err.is_terminal else nullcontext()
+
+    def _write(self, text: str, style: str | None) -> None:
+        # Unwrapped and unmarked: generated text may hold brackets, tabs and anything else.
+        if self._styled and style:
+            self.out.out(text, style=style, end="", highlight=False)
+        else:
+            self.out.file.write(text)
+        self.out.file.flush()
+
+    def begin(self, prompt: str, draft: bool) -> None:
+        """The prompt, and what the colours mean."""
+        if self._styled and draft:
+            self._write("accepted drafts", ACCEPTED)
+            self._write("  the target's own tokens\n\n", OWN)
+        self._write(prompt, PROMPT)
+
+    def round(self, output: RoundOutput) -> None:
+        """One block, token by token in its colour."""
+        for j, piece in enumerate(output.pieces):
+            self._write(piece, ACCEPTED if j < output.accepted else OWN)
+
+    def end(self) -> None:
+        self._write("\n\n", None)
+
+    def summary(self, result: Completion, plain: Completion | None, draft: bool, compile_seconds: float) -> None:
+        """Counts and speeds of the run, and of plain decoding where it ran."""
+        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        table.add_row("tokens", f"{len(result.tokens)} (ended by {_reason(result.finish_reason)})")
+        if draft:
+            table.add_row("rounds", str(result.rounds))
+            table.add_row("tokens per round", _number(result.tokens_per_round))
+            table.add_row("acceptance by position", _acceptance(result))
+            table.add_row("tokens/s with the drafter", _number(result.tokens_per_second, 1))
+        if not draft or plain is not None:
+            table.add_row("tokens/s without the drafter", _number((plain or result).tokens_per_second, 1))
+        table.add_row("first token after", f"{result.prefill_seconds:.2f} s")
+        table.add_row("compilation", f"{compile_seconds:.1f} s (not in the speeds)")
+        self.out.print(table)
+        if not draft or plain is None or not result.tokens_per_second or not plain.tokens_per_second:
+            return
+        gain = result.tokens_per_second / plain.tokens_per_second
+        if gain >= 1:
+            self.out.print(f"\nThe drafter makes decoding {gain:.2f} times as fast on this device.")
+        else:
+            self.out.print(
+                f"\nThe drafter does not pay on this device: {gain:.2f} times the speed of plain decoding. Checking a"
+                " block of tokens costs much more here than one token; on a GPU it costs nearly the same."
+            )
+
+    def verdict(
+        self, result: Completion, plain: Completion, temperature: float, decode: Callable[[Sequence[int]], str]
+    ) -> None:
+        """Whether plain decoding gives the same text, or where the two part."""
+        if temperature > 0:
+            self.out.print(
+                "Sampled texts with and without the drafter differ by design: their law is equal, not the sample."
+                " Compare texts at temperature 0."
+            )
+        elif result.tokens == plain.tokens:
+            self.out.print(f"Plain decoding's text is identical ({len(plain.tokens)} tokens).")
+        else:
+            at = first_difference(result.tokens, plain.tokens)
+            self.out.print(
+                f"Plain decoding's text differs from token {at + 1} on:\n"
+                f"  with the drafter:    {_excerpt(decode(result.tokens[at:]))}\n"
+                f"  without the drafter: {_excerpt(decode(plain.tokens[at:]))}\n"
+                "In float32 this happens only where two tokens tie within rounding; in bfloat16 it is to be expected.",
+                markup=False,
+            )
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
+    """The first index at which two unequal sequences differ."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _reason(reason: str) -> str:
+    names = {"stop": "a stop token", "length": "the token limit", "context": "the end of the context"}
+    return names.get(reason, reason)
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _acceptance(result: Completion) -> str:
+    rates = zip(result.acceptance_by_position, result.accepted_by_position, result.verified_by_position, strict=True)
+    return "  ".join("-" if rate is None else f"{rate:.0%} ({a}/{v})" for rate, a, v in rates)
+
+
+def _excerpt(text: str, length: int = 60) -> str:
+    return repr(text if len(text) <= length else text[:length] + "…")
