@@ -1,7 +1,6 @@
 """The Python interface: `load` a model, then `LM.generate` or `LM.stream`."""
 
 import difflib
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dspark_jax.checkpoint import layout
 from dspark_jax.checkpoint.reader import read_checkpoint, read_tokenizer
 from dspark_jax.compilation_cache import use_default_cache
 from dspark_jax.config import DraftConfig, TargetConfig
@@ -79,16 +79,15 @@ def load(
     """
     folder = model_folder(model)
     mesh = make_mesh() if mesh is None else mesh
-    if dtype is None:
-        dtype = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else jnp.bfloat16
+    default = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else jnp.bfloat16
 
-    def place(path: tuple[str | int, ...], array: np.ndarray) -> jax.Array:
+    def place(path: layout.Path, array: np.ndarray) -> jax.Array:
         if "experts" not in path:
             return jax.device_put(array, NamedSharding(mesh, PartitionSpec()))
         check_mesh(mesh, array.shape[0])
         return jax.device_put(array, NamedSharding(mesh, PartitionSpec(EXPERT)))
 
-    read = read_checkpoint(folder, dtype=dtype, axis=EXPERT, place=place)
+    read = read_checkpoint(folder, dtype=default if dtype is None else dtype, axis=EXPERT, place=place)
     tokenizer = read_tokenizer(folder)
     return LM(read.config, read.draft, read.graph, read.params, tokenizer, mesh=mesh, max_len=max_len)
 
@@ -308,7 +307,7 @@ class LM:
     def _params_each(self, params: Params, count: int, faults: list[str]) -> list[SamplingParams]:
         """Sampling parameters of every prompt; [] where the faults found leave nothing to go on with."""
         shared = params is None or isinstance(params, SamplingParams)
-        given = [params or SamplingParams()] if shared else params
+        given: Any = [params or SamplingParams()] if shared else params
         if isinstance(given, str | bytes) or not isinstance(given, Sequence):
             faults.append(f"params is a {type(params).__name__}; expected SamplingParams or a list of them")
             return []
@@ -327,7 +326,7 @@ class LM:
             sound = False
         if not sound:
             return []
-        return list(itertools.repeat(given[0], count)) if shared else list(given)
+        return [given[0]] * count if shared else list(given)
 
     def _prompt_ids(self, prompt: Any, name: str, faults: list[str]) -> list[int]:
         """Ids of one prompt, or [] and an entry in `faults`."""
@@ -336,6 +335,7 @@ class LM:
                 faults.append(f"{name} is empty; expected some text")
                 return []
             try:
+                prompt.encode()  # half a surrogate pair, as a command line with stray bytes gives, has no UTF-8
                 ids = self.encode(prompt)
             except (ValueError, UnicodeError) as error:
                 faults.append(f"{name} cannot be encoded: {error}")

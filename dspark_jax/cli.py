@@ -1,6 +1,7 @@
 """The command line. JAX is imported inside the commands, so that help and usage errors come at once."""
 
 import functools
+import io
 import json
 import os
 import sys
@@ -31,11 +32,17 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of `dspark-jax`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # generated text goes to any terminal, also one without UTF-8
     warnings.formatwarning = lambda message, *_, **__: f"dspark-jax: warning: {message}\n"
     try:
         app(prog_name="dspark-jax")
-    except KeyboardInterrupt:
-        _stop("interrupted", INTERRUPTED)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            sys.stdout.flush()
+            os._exit(INTERRUPTED)  # a compilation under way cannot be stopped, and an orderly exit would wait for it
+        raise
 
 
 def _stop(message: str, code: int) -> NoReturn:
@@ -141,7 +148,7 @@ def _generate_json(lm: "LM", prompt: str, params: "SamplingParams", draft: bool,
     compile_seconds = lm.compile([prompt], params, speculate=modes)
     result = lm.generate([prompt], params, speculate=draft)[0]
     plain = lm.generate([prompt], params, speculate=False)[0] if compare else None
-    print(json.dumps(summary(result, plain, draft, params.temperature, compile_seconds), ensure_ascii=False))
+    print(json.dumps(summary(result, plain, draft, params.temperature, compile_seconds)))
 
 
 def summary(

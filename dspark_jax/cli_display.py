@@ -9,6 +9,7 @@ from rich.table import Table
 from dspark_jax.results import Completion, RoundOutput
 
 PROMPT, ACCEPTED, OWN = "dim", "bold green", None
+_CONTROLS = {c: "\ufffd" for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"}
 
 
 class Display:
@@ -25,7 +26,9 @@ class Display:
         return self.err.status(f"{what} …") if self.err.is_terminal else nullcontext()
 
     def _write(self, text: str, style: str | None) -> None:
-        # Unwrapped and unmarked: generated text may hold brackets, tabs and anything else.
+        # Unwrapped and unmarked: generated text may hold brackets, tabs and anything else. A terminal must not obey it.
+        if self.out.is_terminal:
+            text = text.translate(_CONTROLS)
         if self._styled and style:
             self.out.out(text, style=style, end="", highlight=False)
         else:
@@ -64,13 +67,13 @@ class Display:
         if not draft or plain is None or not result.tokens_per_second or not plain.tokens_per_second:
             return
         gain = result.tokens_per_second / plain.tokens_per_second
-        if gain >= 1:
-            self.out.print(f"\nThe drafter makes decoding {gain:.2f} times as fast on this device.")
-        else:
-            self.out.print(
-                f"\nThe drafter does not pay on this device: {gain:.2f} times the speed of plain decoding. Checking a"
-                " block of tokens costs much more here than one token; on a GPU it costs nearly the same."
-            )
+        outcome = "makes decoding" if gain >= 1 else "does not pay on this device: decoding is"
+        detail = ""
+        if result.tokens_per_round:
+            cost = result.tokens_per_round / gain
+            detail = f" One round takes {cost:.2f} times as long as one plain token and brings"
+            detail += f" {result.tokens_per_round:.2f} tokens."
+        self.out.print(f"\nThe drafter {outcome} {gain:.2f} times as fast as plain decoding.{detail}")
 
     def verdict(
         self, result: Completion, plain: Completion, temperature: float, decode: Callable[[Sequence[int]], str]

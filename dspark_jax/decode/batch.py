@@ -1,5 +1,6 @@
 """A batch of requests from prompts to last tokens: chunked prefill, then rounds until no request is left."""
 
+import dataclasses
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -60,7 +61,9 @@ def prefill_items(prompts: Sequence[Sequence[int]], slots: int, chunk: int) -> l
             token[r, : len(part)] = part
             start[r], count[r] = index * chunk, len(part)
             final[r] = call == calls - 1
-        items.append(WorkItem(token=token, start=start, count=count, verify=np.zeros(slots, np.int32), final=final))
+        none = np.zeros(slots, np.int32)
+        fields: dict[str, Any] = {"token": token, "start": start, "count": count, "verify": none, "final": final}
+        items.append(WorkItem(**fields))
     return items
 
 
@@ -106,12 +109,15 @@ class BatchDecoder:
                 return
             state = self._abstract(jax.eval_shape(self.program.init_state, params))
             item = self._abstract(prefill_items([(0,)], self.slots, self.chunk)[0])
-            with ThreadPoolExecutor(len(missing)) as pool:
+            pool = ThreadPoolExecutor(len(missing))
+            try:
                 jobs = {}
                 for name, function in missing.items():
                     inputs = (params, state, item) if name == "prefill" else (params, state)
                     jobs[name] = pool.submit(function.lower(*inputs).compile)
                 compiled = {name: job.result() for name, job in jobs.items()}
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)  # an interrupt does not wait for XLA
             for name, program in compiled.items():
                 idle = self._place(jax.tree.map(np.zeros_like, prefill_items([(0,)], self.slots, self.chunk)[0]))
                 inputs = (params, self.program.init_state(params), *((idle,) if name == "prefill" else ()))
@@ -133,7 +139,7 @@ class BatchDecoder:
         every = [request.params for request in requests] + [SamplingParams()] * (self.slots - len(requests))
         state = self.program.init_state(params)
         own = self._place({"max_tokens": limit, "stop": stop, "sampling": SamplingState.from_params(every)})
-        return state.replace(requests=state.requests.replace(**own))
+        return dataclasses.replace(state, requests=dataclasses.replace(state.requests, **own))
 
     def run(self, params: nnx.State, requests: Sequence[Request], speculate: bool) -> Iterator[Commit]:
         """Decodes the requests and yields what every tick commits, tick by tick, in the order of the batch.
@@ -143,7 +149,7 @@ class BatchDecoder:
         """
         step, ahead = self._compiled[_name(speculate)], self.rounds_per_call
         state = self._start(params, requests)
-        emission = None
+        emission: Any = None
         for item in prefill_items([r.prompt for r in requests], self.slots, self.chunk):
             state, emission = self._compiled["prefill"](params, state, self._place(item))
 

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from dspark_jax import LM, SamplingParams, __version__, cli
-from dspark_jax.cli_display import first_difference
+from dspark_jax.cli_display import Display, first_difference
+from dspark_jax.results import RoundOutput
 from helpers.lookup_lm import alphabet, lookup_lm
 
 KEYS = "text tokens rounds tokens_per_round acceptance_by_position identical tokens_per_second plain_tokens_per_second"
@@ -69,7 +70,7 @@ def test_text_then_summary(run, spelling: LM, monkeypatch):
     for part in ("tokens per round", "5.00", "100% (3/3)", "with the drafter", "without the drafter", "token limit"):
         assert part in summary
     assert "Plain decoding's text is identical (16 tokens)." in summary
-    assert "on this device" in summary
+    assert "times as fast as plain decoding. One round takes" in summary
 
 
 def test_accepted_drafts_are_in_colour(run, spelling: LM, monkeypatch):
@@ -82,6 +83,17 @@ def test_accepted_drafts_are_in_colour(run, spelling: LM, monkeypatch):
     assert "".join(part.split("\x1b[0m")[0] for part in out.split(green)[2:]) == "efgh"  # behind the legend
     _, out, _ = run(*arguments, "--no-color", lm=spelling)
     assert green not in out and "abcdefghi" in out
+
+
+def test_a_terminal_does_not_obey_generated_text(capsys, monkeypatch):
+    output = RoundOutput(0, 1, (1, 2), ("a\x1b[2J\n", "[red]b\t"), accepted=1, verified=1)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    Display().round(output)
+    shown = capsys.readouterr().out
+    assert "\x1b[2J" not in shown and "a\ufffd[2J" in shown and "[red]b\t" in shown
+    monkeypatch.delenv("FORCE_COLOR")
+    Display().round(output)
+    assert capsys.readouterr().out == output.text  # a file gets the text as it is
 
 
 def test_a_difference_is_shown(run, spelling: LM, monkeypatch):
@@ -152,6 +164,7 @@ def test_interrupt_is_exit_code_130(run, spelling: LM, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(spelling, "compile", interrupted)
+    monkeypatch.setattr(cli.os, "_exit", sys.exit)  # the real one would end the test run
     code, _, err = run("generate", "--prompt", "a", lm=spelling)
     assert code == 130 and err == "dspark-jax: interrupted\n"
 

@@ -160,6 +160,24 @@ def test_a_mesh_of_several_devices_changes_no_token(babbling: LM):
     assert [c.tokens for c in lm.generate(RAGGED[:3], greedy(20))] == [c.tokens for c in expected]
 
 
+def test_no_request_comes_so_near_to_its_capacity_that_drafts_are_cut(spelling: LM):
+    rounds = list(spelling.stream([0] * 201, greedy(55)))  # 256 positions: a program for 256 would just do
+    assert len(rounds) == 12 and all(r.verified == GAMMA for r in rounds[1:])
+
+
+def test_no_round_runs_after_the_last_token_that_can_be_foreseen(spelling: LM, monkeypatch):
+    spelling.compile(["ab"], greedy(), speculate=[True, False])
+    decoder, calls = spelling._decoders[1, 256], []
+    for name in ("rounds", "plain_rounds"):
+        step = decoder._compiled[name]
+        monkeypatch.setitem(
+            decoder._compiled, name, lambda *inputs, name=name, step=step: calls.append(name) or step(*inputs)
+        )
+    spelling.generate(["ab"], greedy(10), speculate=False)
+    spelling.generate(["ab"], greedy(22))
+    assert calls == ["plain_rounds"] * 9 + ["rounds"] * 5
+
+
 def test_programs_are_compiled_once(babbling: LM):
     prompts = ["ab"] * 3
     babbling.compile(prompts, greedy(), speculate=(True, False))

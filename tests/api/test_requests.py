@@ -33,6 +33,7 @@ def _no_device_work(lm: LM, monkeypatch: pytest.MonkeyPatch):
         ([b"ab"], "the prompt is a bytes; expected"),
         ([[0, 16, -1, 2.5, True]], "the prompt holds 16, -1, 2.5, True; expected token ids in 0 … 15"),
         ([[99] * 9], "the prompt holds 99, 99, 99, 99, 99, …; expected token ids"),
+        (["a\udcff"], "the prompt cannot be encoded: 'utf-8' codec can't encode character '\\udcff' in position 1"),
         (["aXc"], "the prompt cannot be encoded: text holds 'X'"),
         (
             [[3] * 10],
