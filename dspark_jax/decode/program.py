@@ -25,7 +25,9 @@ class DecodeProgram:
 
     def __init__(self, graph: nnx.GraphDef, params: nnx.State, mesh: Mesh, slots: int, max_len: int):
         if mesh.shape[PIPE] != 1:
-            raise ConfigError(f"mesh has pipe = {mesh.shape[PIPE]}; this version decodes on one pipeline stage: use pipe = 1")
+            raise ConfigError(
+                f"mesh has pipe = {mesh.shape[PIPE]}; this version decodes on one pipeline stage: use pipe = 1"
+            )
         if slots % mesh.shape[EXPERT]:
             raise ConfigError(f"slots is {slots}; expected a multiple of the expert axis, {mesh.shape[EXPERT]}")
         self.graph, self.mesh, self.slots, self.max_len = graph, mesh, slots, max_len

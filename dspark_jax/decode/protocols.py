@@ -1,4 +1,6 @@
-"""What the decoding round asks of a target and of a drafter. Models implement it; `dspark_jax.testing` has look-up tables."""
+"""What the decoding round asks of a target and of a drafter. Models implement it; `dspark_jax.testing` has look-up
+tables.
+"""
 
 from typing import Any, Protocol
 
@@ -34,7 +36,9 @@ class Target(Protocol):
     def vocab_size(self) -> int: ...
 
     def init_cache(self, slots: int, max_len: int, block: int) -> Cache:
-        """State for `slots` requests of up to `max_len` positions; a tick that may be rejected has at most `block` rows."""
+        """State for `slots` requests of up to `max_len` positions; a tick that may be rejected has at most `block`
+        rows.
+        """
         ...
 
     def forward(self, rows: Rows, cache: Cache) -> tuple[Float[Array, "B d"], Float[Array, "B dc"], Cache]:

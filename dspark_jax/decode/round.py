@@ -1,4 +1,8 @@
-"""One tick: verify, commit, write the drafter's context, draft the next block (paper section 3; commit rule in docs/architecture.md)."""
+"""One tick: verify, commit, write the drafter's context, draft the next block (paper section 3; commit rule in
+docs/architecture.md).
+"""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +10,17 @@ from jaxtyping import Array, Bool, Int
 
 from dspark_jax.decode.protocols import Drafter, Target
 from dspark_jax.decode.sampling import SamplingParams, SamplingState
-from dspark_jax.decode.state import CONTEXT, LENGTH, RUNNING, STOP, DecodeState, Emission, Requests, WorkItem, decode_item
+from dspark_jax.decode.state import (
+    CONTEXT,
+    LENGTH,
+    RUNNING,
+    STOP,
+    DecodeState,
+    Emission,
+    Requests,
+    WorkItem,
+    decode_item,
+)
 from dspark_jax.decode.verify import speculative_sample
 from dspark_jax.models.cache import zero_where
 
@@ -35,7 +49,9 @@ def init_state(target: Target, drafter: Drafter | None, slots: int, max_len: int
     )
 
 
-def tick(target: Target, drafter: Drafter | None, state: DecodeState, item: WorkItem, max_len: int) -> tuple[DecodeState, Emission]:
+def tick(
+    target: Target, drafter: Drafter | None, state: DecodeState, item: WorkItem, max_len: int
+) -> tuple[DecodeState, Emission]:
     """Runs one work item. Without a drafter it is plain decoding through the same code."""
     requests = state.requests
     gamma = drafter.block_size if drafter else 0
@@ -52,7 +68,12 @@ def tick(target: Target, drafter: Drafter | None, state: DecodeState, item: Work
     with jax.named_scope("verify"):
         logits = target.logits(zero_where(chosen, jnp.broadcast_to(~item.final[:, None], chosen.shape[:2])))
         verdict = speculative_sample(
-            logits, requests.draft_logits[:, :gamma], requests.drafts[:, :gamma], item.verify, requests.sampling, position
+            logits,
+            requests.draft_logits[:, :gamma],
+            requests.drafts[:, :gamma],
+            item.verify,
+            requests.sampling,
+            position,
         )
 
     tokens, count, reason = _commit(requests, verdict.accepted, verdict.token, position, item.final, gamma, max_len)
@@ -61,7 +82,8 @@ def tick(target: Target, drafter: Drafter | None, state: DecodeState, item: Work
     anchor = jnp.where(item.final, last, requests.anchor)
     length = jnp.where(item.final, position + count, item.start + item.count)
     length = jnp.where(item.count > 0, length, requests.length)
-    requests = requests.replace(
+    requests = dataclasses.replace(
+        requests,
         length=length,
         anchor=anchor,
         active=jnp.where(item.final, alive, requests.active),
@@ -77,17 +99,26 @@ def tick(target: Target, drafter: Drafter | None, state: DecodeState, item: Work
             )
             proposal = drafter.propose(anchor, length, alive, requests.sampling, draft_cache)
         fresh = alive[:, None]
-        requests = requests.replace(
+        requests = dataclasses.replace(
+            requests,
             drafts=jnp.where(fresh, proposal.tokens, requests.drafts),
             draft_logits=jnp.where(fresh[:, :, None], proposal.logits, requests.draft_logits),
             confidence=jnp.where(fresh, proposal.confidence, requests.confidence),
             num_drafts=jnp.where(alive, jnp.clip(max_len - 2 - length, 0, gamma), requests.num_drafts),
         )
-    emission = Emission(token=tokens, count=count, accepted=jnp.where(item.final, verdict.accepted, 0), verified=item.verify, reason=reason)
+    emission = Emission(
+        token=tokens,
+        count=count,
+        accepted=jnp.where(item.final, verdict.accepted, 0),
+        verified=item.verify,
+        reason=reason,
+    )
     return DecodeState(requests, target_cache, draft_cache), emission
 
 
-def rounds(target: Target, drafter: Drafter | None, state: DecodeState, max_len: int, count: int) -> tuple[DecodeState, Emission]:
+def rounds(
+    target: Target, drafter: Drafter | None, state: DecodeState, max_len: int, count: int
+) -> tuple[DecodeState, Emission]:
     """`count` decoding rounds in one loop; the emissions are stacked on a new leading axis."""
     gamma = drafter.block_size if drafter else 0
 

@@ -17,8 +17,9 @@ FINISH_REASONS = {STOP: "stop", LENGTH: "length", CONTEXT: "context"}
 class Requests:
     """One row a request slot.
 
-    `length` tokens have been processed; the `anchor` stands at that position, committed but not processed. `drafts` follow it,
-    drawn from the softmax of `draft_logits` (bf16, processed); the first `num_drafts` of them will be verified.
+    `length` tokens have been processed; the `anchor` stands at that position, committed but not processed. `drafts`
+    follow it, drawn from the softmax of `draft_logits` (bf16, processed); the first `num_drafts` of them will be
+    verified.
     """
 
     length: Int[Array, "R"]
@@ -47,8 +48,8 @@ class DecodeState:
 class WorkItem:
     """The tokens of one tick: a chunk of a prompt, or an anchor and its drafts, for every slot that takes part.
 
-    Of slot r the first `count[r]` tokens are real and begin at position `start[r]`; the last `verify[r]` of them are drafts.
-    A slot with `final[r]` draws a token behind its last committed row; one without only fills its state.
+    Of slot r the first `count[r]` tokens are real and begin at position `start[r]`; the last `verify[r]` of them are
+    drafts. A slot with `final[r]` draws a token behind its last committed row; one without only fills its state.
     """
 
     token: Int[Array, "R width"]
@@ -65,7 +66,8 @@ class WorkItem:
 class Emission:
     """What a tick committed: `count` tokens a slot, of which all but the last are accepted drafts.
 
-    `accepted` of `verified` drafts survived (before stops and limits cut the block); `reason` is a finish reason or RUNNING.
+    `accepted` of `verified` drafts survived (before stops and limits cut the block); `reason` is a finish reason or
+    RUNNING.
     """
 
     token: Int[Array, "R gamma+1"]

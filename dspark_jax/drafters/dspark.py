@@ -1,10 +1,11 @@
-"""DSpark embedded in a V4-style target: three or so MoE stages that draft a block in one pass (paper section 3; `mtp.*` keys).
+"""DSpark embedded in a V4-style target: MoE stages that draft a block in one pass (paper section 3; `mtp.*` keys).
 
-Each stage is a block of the target's own shape with a window of context keys made from the target's tapped layers. The block's
-rows see each other in both directions.
+Each stage is a block of the target's own shape with a window of context keys made from the target's tapped layers.
+The block's rows see each other in both directions.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +34,14 @@ class Stage(Block):
         super().__init__(config, Projections(config, False, rngs=rngs), False, rngs=rngs)
         d = config.hidden_size
         first, last = index == 0, index == draft.num_stages - 1
-        self.main_proj = Linear(len(draft.target_layer_ids) * d, d, rngs=rngs) if first else None
-        self.main_norm = RMSNorm(d, config.rms_norm_eps) if first else None
-        self.norm = RMSNorm(d, config.rms_norm_eps) if last else None
-        self.hc_head = HyperHead(config) if last else None
-        self.markov_head = sequential_head(draft, d, config.vocab_size, rngs=rngs) if last else None
+        # Any: which of these a stage has depends on its place, and the checkpoint's key names follow the attribute names.
+        self.main_proj: Any = Linear(len(draft.target_layer_ids) * d, d, rngs=rngs) if first else None
+        self.main_norm: Any = RMSNorm(d, config.rms_norm_eps) if first else None
+        self.norm: Any = RMSNorm(d, config.rms_norm_eps) if last else None
+        self.hc_head: Any = HyperHead(config) if last else None
+        self.markov_head: Any = sequential_head(draft, d, config.vocab_size, rngs=rngs) if last else None
         rank = 0 if draft.head == "none" else draft.markov_rank
-        self.confidence_head = ConfidenceHead(d + rank, rngs=rngs) if last else None
+        self.confidence_head: Any = ConfidenceHead(d + rank, rngs=rngs) if last else None
 
 
 class DSpark(nnx.Module):
@@ -50,7 +52,9 @@ class DSpark(nnx.Module):
         self.config, self.draft = config, draft
 
     def context_kv(self, context: Float[Array, "B m*d"], position: Int[Array, "B"]) -> list[Float[Array, "B c"]]:
-        """Context keys of every stage from concatenated taps (eqs. 2 and 3). The norm is applied once, after the projection."""
+        """Context keys of every stage from concatenated taps (eqs. 2 and 3). The norm is applied once, after the
+        projection.
+        """
         first = self.mtp[0]
         main = first.main_norm(first.main_proj(context))
         return [stage.attn.key_value(main, position) for stage in self.mtp]
@@ -83,7 +87,9 @@ class DSpark(nnx.Module):
                 _, query = stage.attn.query(x, at)
                 own = stage.attn.key_value(x, at).reshape(n, gamma, -1)
                 keys = jnp.concatenate([history[s].astype(own.dtype), own], axis=1)
-                heads, _ = sink_attention(query.reshape(n, gamma, *query.shape[1:]), keys[:, None], visible, None, stage.attn.attn_sink[...])
+                heads, _ = sink_attention(
+                    query.reshape(n, gamma, *query.shape[1:]), keys[:, None], visible, None, stage.attn.attn_sink[...]
+                )
                 return stage.attn.output(heads.reshape(n * gamma, *heads.shape[2:]), at), None
 
             with jax.named_scope(f"stage_{s}"):
@@ -98,7 +104,9 @@ class DSpark(nnx.Module):
     def forced(
         self, target: DeepseekV4, hidden: Float[Array, "N gamma d"], previous: Int[Array, "N gamma"]
     ) -> tuple[Float32[Array, "N gamma V"], Float32[Array, "N gamma"]]:
-        """Logits and confidence logits when row k follows token `previous[:, k]` (training; slot 0 follows the anchor)."""
+        """Logits and confidence logits when row k follows token `previous[:, k]` (training; slot 0 follows the
+        anchor).
+        """
         head, last = self.mtp[-1].markov_head, self.mtp[-1]
         logits = self.base_logits(target, hidden)
         if not isinstance(head, MarkovHead):
@@ -131,7 +139,9 @@ class DSpark(nnx.Module):
                 state, feature = head.feature(state, embedded, hidden[:, k])
                 row = row + head.bias(feature)
             confidence.append(last.confidence_head(hidden[:, k], embedded))
-            logits: BFloat16[Array, "R V"] = processed_logits(row, sampling.temperature, sampling.top_k, sampling.top_p).astype(jnp.bfloat16)
+            logits: BFloat16[Array, "R V"] = processed_logits(
+                row, sampling.temperature, sampling.top_k, sampling.top_p
+            ).astype(jnp.bfloat16)
             noise = draft_gumbel(sampling.seed, position, k, row.shape[-1])
             previous = jnp.argmax(logits.astype(jnp.float32) + noise, axis=-1).astype(anchor.dtype)
             tokens.append(previous)
@@ -158,9 +168,19 @@ class DSparkDrafter:
     def write_context(self, context: Float[Array, "B m*d"], rows: Rows, keep: Bool[Array, "B"], cache):
         keys = self.stages.context_kv(context, rows.position)
         keep = rows.to_lanes(keep) & rows.lane_valid
-        return tuple(ring_write(ring, zero_where(rows.to_lanes(k), ~keep), rows, keep) for ring, k in zip(cache, keys, strict=True))
+        return tuple(
+            ring_write(ring, zero_where(rows.to_lanes(k), ~keep), rows, keep)
+            for ring, k in zip(cache, keys, strict=True)
+        )
 
-    def propose(self, anchor: Int[Array, "R"], position: Int[Array, "R"], active: Bool[Array, "R"], sampling: SamplingState, cache) -> Proposal:
+    def propose(
+        self,
+        anchor: Int[Array, "R"],
+        position: Int[Array, "R"],
+        active: Bool[Array, "R"],
+        sampling: SamplingState,
+        cache,
+    ) -> Proposal:
         window = self.stages.config.sliding_window
         history = [ring_history(ring, position, window) for ring in cache]
         visible = (position[:, None] - window + jnp.arange(window)) >= 0

@@ -1,4 +1,6 @@
-"""Sequential heads of DSpark (paper section 3.2, eqs. 4-7): a low-rank bias from the tokens drafted so far, and a confidence."""
+"""Sequential heads of DSpark (paper section 3.2, eqs. 4-7): a low-rank bias from the tokens drafted so far, and a
+confidence.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,9 @@ class MarkovHead(nnx.Module):
     def embed(self, token: Int[Array, "B"]) -> Float[Array, "B r"]:
         return self.markov_w1(token)
 
-    def feature(self, state: Float32[Array, "B s"], embedded: Float[Array, "B r"], hidden: Float[Array, "B d"]) -> tuple[Float32[Array, "B s"], Float[Array, "B r"]]:
+    def feature(
+        self, state: Float32[Array, "B s"], embedded: Float[Array, "B r"], hidden: Float[Array, "B d"]
+    ) -> tuple[Float32[Array, "B s"], Float[Array, "B r"]]:
         """New state and the rank-r feature whose product with W2 is the bias."""
         return state, embedded
 
@@ -41,7 +45,9 @@ class GatedHead(MarkovHead):
         self.gate_bias = nnx.Param(jnp.zeros((rank,)))
 
     def feature(self, state, embedded, hidden):
-        gate = self.gate_proj(jnp.concatenate([hidden, embedded], -1), jnp.float32) + self.gate_bias[...].astype(jnp.float32)
+        gate = self.gate_proj(jnp.concatenate([hidden, embedded], -1), jnp.float32) + self.gate_bias[...].astype(
+            jnp.float32
+        )
         return state, (jax.nn.sigmoid(gate) * embedded.astype(jnp.float32)).astype(embedded.dtype)
 
 
@@ -78,7 +84,9 @@ class ConfidenceHead(nnx.Module):
         self.proj = Linear(inputs, 1, rngs=rngs, std=0.01)
 
     def __call__(self, hidden: Float[Array, "B d"], embedded: Float[Array, "B r"]) -> Float32[Array, "B"]:
-        return dot(jnp.concatenate([hidden, embedded.astype(hidden.dtype)], -1), self.proj.weight[...], jnp.float32)[..., 0]
+        return dot(jnp.concatenate([hidden, embedded.astype(hidden.dtype)], -1), self.proj.weight[...], jnp.float32)[
+            ..., 0
+        ]
 
 
 def sequential_head(config: DraftConfig, hidden: int, vocab: int, *, rngs: nnx.Rngs) -> MarkovHead | NoHead:

@@ -1,7 +1,7 @@
-"""V4 attention: one shared key-value head over a sliding window, compressed entries and a sink (DeepSeek-V4 reference, section Attention).
+"""V4 attention: one shared key-value head over a sliding window, compressed entries and a sink.
 
-The same module serves decoding (rows with position-addressed state) and training (whole sequences); they differ only in where
-history comes from.
+The same module serves decoding (rows with position-addressed state) and training (whole sequences); they differ only
+in where history comes from.
 """
 
 import math
@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from dspark_kernels.precision import einsum
 from flax import nnx, struct
 from jaxtyping import Array, Bool, Float, Float32, Int
 
@@ -18,6 +17,7 @@ from dspark_jax.decode.rows import Rows
 from dspark_jax.models.cache import ring_history, ring_write, zero_where
 from dspark_jax.models.compressor import Compressor, CompressorCache, Indexer
 from dspark_jax.models.layers import Linear, RMSNorm, dot, rms_norm, rope_frequencies, rotate
+from dspark_kernels.precision import einsum
 
 
 @struct.dataclass
@@ -29,7 +29,8 @@ class AttentionCache:
     index: CompressorCache | None = None
 
 
-# Entries a query may use: the indexer's best, all of them (its first training phase), or random ones (a baseline for it).
+# Entries a query may use: the indexer's best, all of them (its first training phase), or random ones (a baseline for
+# it).
 Select = Literal["indexer", "all", "random"]
 
 
@@ -41,7 +42,9 @@ class Entries(NamedTuple):
 
 
 class AttentionAux(NamedTuple):
-    """What training needs besides the output: the indexer's scores, and the head-averaged weights of the visible entries."""
+    """What training needs besides the output: the indexer's scores, and the head-averaged weights of the visible
+    entries.
+    """
 
     scores: Float32[Array, "R T N"]
     weights: Float32[Array, "R T N"]
@@ -65,7 +68,9 @@ class Projections(nnx.Module):
         self.attn_sink = nnx.Param(jnp.zeros((c.num_attention_heads,)))
         self.config, self.compressed = c, compressed
 
-    def query(self, x: Float[Array, "... d"], position: Int[Array, "..."]) -> tuple[Float[Array, "... r"], Float[Array, "... h c"]]:
+    def query(
+        self, x: Float[Array, "... d"], position: Int[Array, "..."]
+    ) -> tuple[Float[Array, "... r"], Float[Array, "... h c"]]:
         """The query latent (the indexer reads it too) and the rotated heads, each normed without a weight."""
         c = self.config
         latent = self.q_norm(self.wq_a(x))
@@ -97,8 +102,8 @@ def sink_attention(
 ) -> tuple[Float[Array, "R w h c"], Float32[Array, "R w h N"] | None]:
     """Softmax attention over window keys, compressed entries and a sink without a value.
 
-    The `w` queries of a slot form `n` equal tiles; tile i sees the `m` keys `window_kv[:, i]`. Returns the heads' outputs and
-    their weights over the entries. Keys must be finite also where they are not visible.
+    The `w` queries of a slot form `n` equal tiles; tile i sees the `m` keys `window_kv[:, i]`. Returns the heads'
+    outputs and their weights over the entries. Keys must be finite also where they are not visible.
     """
     r, w, h, c = query.shape
     tiles = window_kv.shape[1]
@@ -140,7 +145,9 @@ class Attention(Projections):
             index=None if self.indexer is None else self.indexer.compressor.init_cache(slots, max_len, block, dtype),
         )
 
-    def __call__(self, x: Float[Array, "B d"], rows: Rows, cache: AttentionCache) -> tuple[Float[Array, "B d"], AttentionCache]:
+    def __call__(
+        self, x: Float[Array, "B d"], rows: Rows, cache: AttentionCache
+    ) -> tuple[Float[Array, "B d"], AttentionCache]:
         """Attends over the state as it was and the tick's own rows, then stores those rows."""
         position = rows.lane_position
         latent, query = self.query(x, rows.position)
@@ -165,8 +172,12 @@ class Attention(Projections):
         window = ring_write(cache.window, own, rows)
         return self.output(rows.from_lanes(heads), rows.position), AttentionCache(window, compressed, index)
 
-    def sequence(self, x: Float[Array, "R T d"], select: Select = "indexer") -> tuple[Float[Array, "R T d"], AttentionAux | None]:
-        """Whole sequences from position 0; `select` says which finished entries a query of a compressed sparse layer sees."""
+    def sequence(
+        self, x: Float[Array, "R T d"], select: Select = "indexer"
+    ) -> tuple[Float[Array, "R T d"], AttentionAux | None]:
+        """Whole sequences from position 0; `select` says which finished entries a query of a compressed sparse layer
+        sees.
+        """
         position = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
         latent, query = self.query(x, position)
         own = self.key_value(x, position)
@@ -194,7 +205,9 @@ class Attention(Projections):
         """Entry g is visible from the last token of its group on (the trash slot never is)."""
         return jnp.arange(count) < ((position + 1) // self.ratio)[:, :, None]
 
-    def _window(self, history: Float[Array, "R W c"], own: Float[Array, "R w c"], position: Int[Array, "R w"]) -> tuple[Float[Array, "R n m c"], Bool[Array, "R w m"]]:
+    def _window(
+        self, history: Float[Array, "R W c"], own: Float[Array, "R w c"], position: Int[Array, "R w"]
+    ) -> tuple[Float[Array, "R n m c"], Bool[Array, "R w m"]]:
         """Keys by tile of queries, [history | own rows] cut so that a tile's keys cover the windows of its queries."""
         window, width = self.config.sliding_window, own.shape[1]
         keys = jnp.concatenate([history, own], axis=1)

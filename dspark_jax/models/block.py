@@ -13,10 +13,10 @@ from dspark_jax.models.layers import RMSNorm
 from dspark_jax.models.moe import MoE, MoEAux
 
 
-class Block(nnx.Module):
+class Block[A: Projections](nnx.Module):
     """One layer of the target or one draft stage; `attn` is its attention module, called by the given function."""
 
-    def __init__(self, config: TargetConfig, attn: Projections, hashed: bool, *, rngs: nnx.Rngs):
+    def __init__(self, config: TargetConfig, attn: A, hashed: bool, *, rngs: nnx.Rngs):
         self.attn = attn
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -1,7 +1,7 @@
 """Position-addressed storage: rings and append-only entries, each with a trash slot that is never read.
 
-Every value is stored at an index computed from its absolute position, so a rejected token is undone by lowering the committed
-length: later writes land on the same indices and reads mask by position.
+Every value is stored at an index computed from its absolute position, so a rejected token is undone by lowering the
+committed length: later writes land on the same indices and reads mask by position.
 """
 
 import jax.numpy as jnp
@@ -10,7 +10,12 @@ from jaxtyping import Array, Bool, Int, Shaped
 from dspark_jax.decode.rows import Rows
 
 
-def ring_write(ring: Shaped[Array, "R n ..."], values: Shaped[Array, "R width ..."], rows: Rows, keep: Bool[Array, "R width"] | None = None) -> Shaped[Array, "R n ..."]:
+def ring_write(
+    ring: Shaped[Array, "R n ..."],
+    values: Shaped[Array, "R width ..."],
+    rows: Rows,
+    keep: Bool[Array, "R width"] | None = None,
+) -> Shaped[Array, "R n ..."]:
     """Writes lane rows at `position mod (n - 1)`; the last index is the trash slot.
 
     Of each slot's kept rows (a prefix of its lane) only the last `n - 1` are written, so no index is written twice.
@@ -31,7 +36,12 @@ def ring_history(ring: Shaped[Array, "R n ..."], start: Int[Array, "R"], length:
     return zero_where(values, position < 0)
 
 
-def entries_write(entries: Shaped[Array, "R n ..."], values: Shaped[Array, "R G ..."], first: Int[Array, "R"], closed: Bool[Array, "R G"]) -> Shaped[Array, "R n ..."]:
+def entries_write(
+    entries: Shaped[Array, "R n ..."],
+    values: Shaped[Array, "R G ..."],
+    first: Int[Array, "R"],
+    closed: Bool[Array, "R G"],
+) -> Shaped[Array, "R n ..."]:
     """Writes entry `first + j` where `closed[:, j]`; the rest goes to the trash slot."""
     index = jnp.where(closed, first[:, None] + jnp.arange(values.shape[1]), entries.shape[1] - 1)
     return entries.at[jnp.arange(entries.shape[0])[:, None], index].set(values.astype(entries.dtype))
@@ -39,4 +49,6 @@ def entries_write(entries: Shaped[Array, "R n ..."], values: Shaped[Array, "R G 
 
 def zero_where(values: Shaped[Array, "R n ..."], condition: Bool[Array, "R n"]) -> Shaped[Array, "R n ..."]:
     """Zeroes what must not be read, so that stale contents (NaN included) cannot pass through a product with zero."""
-    return jnp.where(condition.reshape(*condition.shape, *([1] * (values.ndim - 2))), jnp.zeros((), values.dtype), values)
+    return jnp.where(
+        condition.reshape(*condition.shape, *([1] * (values.ndim - 2))), jnp.zeros((), values.dtype), values
+    )

@@ -1,11 +1,12 @@
-"""Compression of past tokens into entries, and the indexer that selects among them (DeepSeek-V4 reference, compressor and indexer)."""
+"""Compression of past tokens into entries, and the indexer that selects among them (DeepSeek-V4 reference, compressor
+and indexer).
+"""
 
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from dspark_kernels.precision import einsum
 from flax import nnx, struct
 from jaxtyping import Array, Bool, Float, Float32, Int
 
@@ -13,6 +14,7 @@ from dspark_jax.config import TargetConfig
 from dspark_jax.decode.rows import Rows
 from dspark_jax.models.cache import entries_write, ring_history, ring_write
 from dspark_jax.models.layers import Linear, RMSNorm, rope_frequencies, rotate
+from dspark_kernels.precision import einsum
 
 
 @struct.dataclass
@@ -26,9 +28,9 @@ class CompressorCache:
 class Compressor(nnx.Module):
     """Pools `ratio` consecutive tokens into one entry of `width` channels by a softmax per channel.
 
-    With overlap (compressed sparse attention) an entry also pools the tokens of the group before it through a second set of
-    channels; entry 0 has no such group. An entry stands at the position of its group's first token and is visible to queries
-    from the group's last token on.
+    With overlap (compressed sparse attention) an entry also pools the tokens of the group before it through a second
+    set of channels; entry 0 has no such group. An entry stands at the position of its group's first token and is
+    visible to queries from the group's last token on.
     """
 
     def __init__(self, config: TargetConfig, ratio: int, width: int, *, rngs: nnx.Rngs):

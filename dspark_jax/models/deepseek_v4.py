@@ -78,7 +78,11 @@ class DeepseekV4(nnx.Module):
         for i, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{i}"):
                 streams, state, _ = layer(
-                    streams, rows.token, rows.valid, lambda x, layer=layer, i=i: layer.attn(x, rows, cache[i]), self.axis
+                    streams,
+                    rows.token,
+                    rows.valid,
+                    lambda x, layer=layer, i=i: layer.attn(x, rows, cache[i]),
+                    self.axis,
                 )
             caches.append(state)
             if i in self.taps:
@@ -90,7 +94,14 @@ class DeepseekV4(nnx.Module):
         """fp32 logits of hidden rows."""
         return self.head(self.norm(hidden), jnp.float32)
 
-    def sequence(self, token: Int[Array, "R T"], valid: Bool[Array, "R T"] | None = None, *, select: Select = "indexer", remat: bool = False) -> SequenceOutput:
+    def sequence(
+        self,
+        token: Int[Array, "R T"],
+        valid: Bool[Array, "R T"] | None = None,
+        *,
+        select: Select = "indexer",
+        remat: bool = False,
+    ) -> SequenceOutput:
         """Whole sequences from position 0, for training and evaluation; hidden rows are those that `logits` takes."""
         r, t = token.shape
         flat = token.reshape(-1)
@@ -117,7 +128,9 @@ class DeepseekV4(nnx.Module):
             if i in self.taps:
                 taps.append(_tap(streams))
         context = jnp.concatenate(taps, axis=-1) if taps else streams[:, 0, :0]
-        return SequenceOutput(self.hc_head(streams).reshape(r, t, -1), context.reshape(r, t, -1), tuple(attention), tuple(moe))
+        return SequenceOutput(
+            self.hc_head(streams).reshape(r, t, -1), context.reshape(r, t, -1), tuple(attention), tuple(moe)
+        )
 
 
 def _tap(streams: Float[Array, "B n d"]) -> Float[Array, "B d"]:

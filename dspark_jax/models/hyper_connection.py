@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import jax.numpy as jnp
-from dspark_kernels import hyper_connection as kernels
 from flax import nnx
 from jaxtyping import Array, Float
 
 from dspark_jax.config import TargetConfig
+from dspark_kernels import hyper_connection as kernels
 
 Rest = TypeVar("Rest")
 
@@ -28,11 +28,21 @@ class HyperConnection(nnx.Module):
         self.scale = nnx.Param(jnp.full((3,), 0.1))
         self.config = config
 
-    def __call__(self, streams: Float[Array, "B n d"], sublayer: Callable[[Float[Array, "B d"]], tuple[Float[Array, "B d"], Rest]]) -> tuple[Float[Array, "B n d"], Rest]:
+    def __call__(
+        self,
+        streams: Float[Array, "B n d"],
+        sublayer: Callable[[Float[Array, "B d"]], tuple[Float[Array, "B d"], Rest]],
+    ) -> tuple[Float[Array, "B n d"], Rest]:
         """Applies `sublayer` (input -> output, rest) and returns the new streams and `rest`."""
         c = self.config
         pre, post, comb = kernels.coefficients(
-            streams, self.fn[...], self.base[...], self.scale[...], iters=c.hc_sinkhorn_iters, eps=c.hc_eps, norm_eps=c.rms_norm_eps
+            streams,
+            self.fn[...],
+            self.base[...],
+            self.scale[...],
+            iters=c.hc_sinkhorn_iters,
+            eps=c.hc_eps,
+            norm_eps=c.rms_norm_eps,
         )
         output, rest = sublayer(kernels.collapse(streams, pre))
         return kernels.expand(streams, output, post, comb), rest
@@ -50,4 +60,6 @@ class HyperHead(nnx.Module):
 
     def __call__(self, streams: Float[Array, "B n d"]) -> Float[Array, "B d"]:
         c = self.config
-        return kernels.collapse_head(streams, self.fn[...], self.base[...], self.scale[...], eps=c.hc_eps, norm_eps=c.rms_norm_eps)
+        return kernels.collapse_head(
+            streams, self.fn[...], self.base[...], self.scale[...], eps=c.hc_eps, norm_eps=c.rms_norm_eps
+        )

@@ -5,14 +5,16 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dspark_kernels.precision import einsum
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from dspark_jax.config import RopeConfig
+from dspark_kernels.precision import einsum
 
 
-def dot(x: Float[Array, "... i"], weight: Float[Array, "i o"], out_dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "... o"]:
+def dot(
+    x: Float[Array, "... i"], weight: Float[Array, "i o"], out_dtype: jax.typing.DTypeLike | None = None
+) -> Float[Array, "... o"]:
     """`x @ weight` in x's dtype with fp32 accumulation; fp32 inputs use full fp32 products on every device."""
     return einsum("...i,io->...o", x, weight).astype(x.dtype if out_dtype is None else out_dtype)
 
@@ -31,7 +33,9 @@ class Linear(nnx.Module):
         std = 1 / math.sqrt(inputs) if std is None else std
         self.weight = nnx.Param(std * jax.random.normal(rngs.params(), (inputs, outputs)))
 
-    def __call__(self, x: Float[Array, "... i"], out_dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "... o"]:
+    def __call__(
+        self, x: Float[Array, "... i"], out_dtype: jax.typing.DTypeLike | None = None
+    ) -> Float[Array, "... o"]:
         return dot(x, self.weight[...], out_dtype)
 
 
@@ -73,7 +77,9 @@ def rope_frequencies(rope: RopeConfig, compressed: bool) -> np.ndarray:
     return freq.astype(np.float32)
 
 
-def rotate(x: Float[Array, "... c"], position: Int[Array, "..."], freq: np.ndarray, *, inverse: bool = False) -> Float[Array, "... c"]:
+def rotate(
+    x: Float[Array, "... c"], position: Int[Array, "..."], freq: np.ndarray, *, inverse: bool = False
+) -> Float[Array, "... c"]:
     """Rotates adjacent pairs of the trailing `2 * len(freq)` channels by `position * freq`, in fp32.
 
     `position` has x's leading axes, or the first ones of them (it is then broadcast over the others, such as heads).

@@ -5,14 +5,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from dspark_kernels import expert_mlp as expert_kernels
-from dspark_kernels import routing as routing_kernels
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from dspark_jax.config import TargetConfig
 from dspark_jax.decode.rows import mask_rows
 from dspark_jax.models.layers import Linear, dot
+from dspark_kernels import expert_mlp as expert_kernels
+from dspark_kernels import routing as routing_kernels
 
 
 class MoEAux(NamedTuple):
@@ -26,9 +26,14 @@ class Gate(nnx.Module):
     """Router. Hash layers look the experts up by token id (`tid2eid`, fixed); others choose by score plus `bias`."""
 
     def __init__(self, config: TargetConfig, hashed: bool, *, rngs: nnx.Rngs):
-        self.weight = nnx.Param(jax.random.normal(rngs.params(), (config.hidden_size, config.n_routed_experts)) / math.sqrt(config.hidden_size))
+        self.weight = nnx.Param(
+            jax.random.normal(rngs.params(), (config.hidden_size, config.n_routed_experts))
+            / math.sqrt(config.hidden_size)
+        )
         self.bias = None if hashed else nnx.Param(jnp.zeros((config.n_routed_experts,)))
-        self.tid2eid = nnx.Param(jnp.zeros((config.vocab_size, config.num_experts_per_tok), jnp.int32)) if hashed else None
+        self.tid2eid = (
+            nnx.Param(jnp.zeros((config.vocab_size, config.num_experts_per_tok), jnp.int32)) if hashed else None
+        )
 
 
 class Experts(nnx.Module):
@@ -83,7 +88,9 @@ class MoE(nnx.Module):
         aux = MoEAux(routing_kernels.expert_load(routing.ids, c.n_routed_experts), jnp.sum(share, axis=0))
         return mask_rows(out.astype(x.dtype), valid), aux
 
-    def _experts(self, x: Float[Array, "B d"], routing: routing_kernels.Routing, axis: str | None) -> Float32[Array, "B d"]:
+    def _experts(
+        self, x: Float[Array, "B d"], routing: routing_kernels.Routing, axis: str | None
+    ) -> Float32[Array, "B d"]:
         w1, w3, w2 = (w[...] for w in (self.experts.w1, self.experts.w3, self.experts.w2))
         ids, weights = routing
         if axis is None:

@@ -24,7 +24,9 @@ class SpeculativeLM(nnx.Module):
     ):
         if draft is not None:
             raise_all(ConfigError, "draft config", draft.faults(config))
-        self.target = DeepseekV4(config, taps=draft.target_layer_ids if draft else (), dtype=dtype, axis=axis, rngs=rngs)
+        self.target = DeepseekV4(
+            config, taps=draft.target_layer_ids if draft else (), dtype=dtype, axis=axis, rngs=rngs
+        )
         self.draft = DSpark(config, draft, rngs=rngs) if draft else None
 
     @property

@@ -1,6 +1,9 @@
-"""The device mesh: `pipe` (layer ranges) by `expert` (expert slots and request rows). One device is a 1×1 mesh, no special case."""
+"""The device mesh: `pipe` (layer ranges) by `expert` (expert slots and request rows). One device is a 1×1 mesh, no
+special case.
+"""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +15,7 @@ from dspark_jax.errors import ConfigError
 PIPE, EXPERT = "pipe", "expert"
 
 
-def make_mesh(pipe: int = 1, expert: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(pipe: int = 1, expert: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of `pipe` × `expert` devices, by default the first ones of `jax.devices()`."""
     if pipe < 1 or expert < 1:
         raise ConfigError(f"mesh {pipe}x{expert}: both axes must be at least 1")

@@ -25,7 +25,9 @@ def balanced_hash(counts: np.ndarray, num_experts: int, top_k: int, seed: int = 
 
 
 def update_bias(bias: Float32[Array, "E"], aux: MoEAux, rate: float) -> Float32[Array, "E"]:
-    """Moves each expert's bias by `rate` towards equal load: up where it had fewer rows than the mean, down where more."""
+    """Moves each expert's bias by `rate` towards equal load: up where it had fewer rows than the mean, down where
+    more.
+    """
     return bias + rate * jnp.sign(jnp.mean(aux.load) - aux.load)
 
 

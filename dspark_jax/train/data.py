@@ -24,8 +24,8 @@ class TokenStream:
     def __post_init__(self) -> None:
         if len(self.tokens) < (self.batch + 2) * (self.length + 1):
             raise ConfigError(
-                f"training data: {len(self.tokens)} tokens are fewer than one batch of {self.batch} × {self.length + 1};"
-                " use more text or a smaller batch"
+                f"training data: {len(self.tokens)} tokens are fewer than one batch of"
+                f" {self.batch} × {self.length + 1}; use more text or a smaller batch"
             )
 
     @property
@@ -62,7 +62,9 @@ def load_tokens(path: Path, vocab_size: int) -> np.ndarray:
         raise ConfigError(f"training data: {path} does not exist; build it with `python -m dspark_jax.train.corpus`")
     tokens = np.load(path, mmap_mode="r")
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
-        raise ConfigError(f"training data: {path} holds {tokens.dtype} of shape {tokens.shape}; expected one axis of token ids")
+        raise ConfigError(
+            f"training data: {path} holds {tokens.dtype} of shape {tokens.shape}; expected one axis of token ids"
+        )
     top = int(tokens[: 1 << 22].max())
     if top >= vocab_size:
         raise ConfigError(f"training data: {path} holds token id {top}; the model's vocabulary has {vocab_size}")

@@ -1,6 +1,8 @@
-"""Training of DSpark stages against a frozen target (paper section 4): many anchors of a sequence in one forward pass."""
+"""Training of DSpark stages against a frozen target (paper section 4): many anchors of a sequence in one forward
+pass.
+"""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,9 @@ class Anchors(NamedTuple):
 
 
 def sample_anchors(key: jax.Array, tokens: Int[Array, "B T1"], count: int, gamma: int, bos: int) -> Anchors:
-    """`count` positions a sequence, evenly spread with a random shift; the gamma tokens behind one must exist and hold no bos."""
+    """`count` positions a sequence, evenly spread with a random shift; the gamma tokens behind one must exist and
+    hold no bos.
+    """
     batch, length = tokens.shape
     span = length - gamma
     shift = jax.random.uniform(key, (batch, count))
@@ -36,8 +40,8 @@ def packed_blocks(
 ) -> tuple[Float32[Array, "N gamma V"], Float32[Array, "N gamma"], Float[Array, "N gamma d"], tuple]:
     """Teacher-forced draft logits, confidence logits, hidden rows and router statistics of all anchors, N = B * A.
 
-    A block reads the context keys of the `window` positions in front of its anchor, gathered from the sequence's keys, and
-    its own rows: the same set as in decoding, for every anchor at once.
+    A block reads the context keys of the `window` positions in front of its anchor, gathered from the sequence's
+    keys, and its own rows: the same set as in decoding, for every anchor at once.
     """
     batch, count = anchors.position.shape
     length, gamma, window = taps.shape[1], stages.draft.block_size, stages.config.sliding_window
@@ -90,7 +94,9 @@ def drafter_step(
 ):
     """(state, target params, tokens [B, T+1]) -> (state, losses), jitted with the state donated."""
 
-    def step(state: TrainState, frozen: nnx.State, tokens: Int[Array, "B T1"]) -> tuple[TrainState, dict[str, jax.Array]]:
+    def step(
+        state: TrainState, frozen: nnx.State, tokens: Int[Array, "B T1"]
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         target = nnx.merge(target_graph, frozen)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
 
@@ -102,7 +108,7 @@ def drafter_step(
 
         (_, (losses, moe)), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params: Any = optax.apply_updates(state.params, updates)
         metrics = {**losses._asdict(), "loss": losses.total, "grad_norm": optax.global_norm(grads)}
         return TrainState(params, balance(state.fixed, moe, bias_rate), opt_state, state.step + 1), metrics
 

@@ -21,7 +21,7 @@ class TrainingDiverged(DSparkError):
 
 
 def train(
-    step: Callable[[TrainState, np.ndarray, int], tuple[TrainState, dict[str, Any]]],
+    step: Callable[[TrainState, Any, int], tuple[TrainState, dict[str, Any]]],
     state: TrainState,
     stream: TokenStream,
     steps: int,
@@ -40,9 +40,14 @@ def train(
     manager = None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        manager = ocp.CheckpointManager(folder.absolute() / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=2))
+        manager = ocp.CheckpointManager(
+            folder.absolute() / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=2)
+        )
         if (latest := manager.latest_step()) is not None:
-            state = manager.restore(latest, args=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, state)))
+            restored: Any = manager.restore(
+                latest, args=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
+            )
+            state = restored
     start = index = int(state.step)
     end = steps if stop_at is None else min(steps, stop_at)
     began, pending = time.perf_counter(), None
@@ -64,7 +69,9 @@ def train(
     return state
 
 
-def _log(pending: tuple[int, dict[str, Any]], stream: TokenStream, start: int, began: float, folder: Path | None, report) -> None:
+def _log(
+    pending: tuple[int, dict[str, Any]], stream: TokenStream, start: int, began: float, folder: Path | None, report
+) -> None:
     index, metrics = pending
     values = {k: np.asarray(v).round(5).tolist() for k, v in jax.device_get(metrics).items()}
     seconds = time.perf_counter() - began

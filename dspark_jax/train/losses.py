@@ -18,23 +18,25 @@ def next_token_loss(logits: Float32[Array, "... V"], label: Int[Array, "..."]) -
 def indexer_loss(aux: AttentionAux) -> Float32[Array, ""]:
     """KL from the head-averaged attention over the entries in use to the softmax of the indexer's scores over the same.
 
-    The attention weights carry no gradient, and the indexer reads detached inputs: this is the indexer's only teacher, and it
-    teaches nothing else. Rows that see no entry count nowhere.
+    The attention weights carry no gradient, and the indexer reads detached inputs: this is the indexer's only
+    teacher, and it teaches nothing else. Rows that see no entry count nowhere.
     """
     scores = jnp.where(aux.visible, aux.scores, -jnp.inf)
     some = jnp.any(aux.visible, axis=-1)
     log_index = jax.nn.log_softmax(jnp.where(some[..., None], scores, 0.0), axis=-1)
     weights = jnp.where(aux.visible, aux.weights, 0.0)
     share = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-9)
-    divergence = jnp.sum(jnp.where(share > 0, share * (jnp.log(share + 1e-30) - jnp.where(aux.visible, log_index, 0.0)), 0.0), axis=-1)
+    divergence = jnp.sum(
+        jnp.where(share > 0, share * (jnp.log(share + 1e-30) - jnp.where(aux.visible, log_index, 0.0)), 0.0), axis=-1
+    )
     return jnp.sum(divergence * some) / (jnp.sum(some) + 1e-9)
 
 
 class DraftLosses(NamedTuple):
     """The three losses, their weighted sum, and what acceptance they predict.
 
-    `acceptance` [gamma] is the mean of sum min(p_t, p_d) by position; `tau` the mean accepted length at temperature 1 with
-    the bonus token counted; `greedy_tau` the same for greedy decoding, all teacher-forced.
+    `acceptance` [gamma] is the mean of sum min(p_t, p_d) by position; `tau` the mean accepted length at temperature 1
+    with the bonus token counted; `greedy_tau` the same for greedy decoding, all teacher-forced.
     """
 
     total: Float32[Array, ""]
@@ -58,8 +60,9 @@ def draft_losses(
 ) -> DraftLosses:
     """Losses of `N` blocks; row k of a block predicts the token `label[:, k]`, and slot 0 counts like the others.
 
-    Position weights are `exp(-k / decay)` with k from 0 (eq. 9), normalised to mean 1 over the block. Blocks without `keep`
-    (they would cross a document's end) count nowhere. The confidence's goal is `1 - ½‖p_d - p_t‖₁`, without gradient.
+    Position weights are `exp(-k / decay)` with k from 0 (eq. 9), normalised to mean 1 over the block. Blocks without
+    `keep` (they would cross a document's end) count nowhere. The confidence's goal is `1 - ½‖p_d - p_t‖₁`, without
+    gradient.
     """
     gamma = label.shape[1]
     position = jnp.exp(-jnp.arange(gamma) / decay)
@@ -79,7 +82,7 @@ def draft_losses(
     parts = (mean(entropy), mean(distance), mean(binary))
     greedy = jnp.argmax(draft_logits, axis=-1) == jnp.argmax(target_logits, axis=-1)
     return DraftLosses(
-        total=sum(w * part for w, part in zip(weights, parts, strict=True)),
+        total=jnp.dot(jnp.asarray(weights), jnp.stack(parts)),
         cross_entropy=parts[0],
         distance=parts[1],
         confidence=parts[2],
@@ -90,6 +93,8 @@ def draft_losses(
 
 
 def accepted_length(survive: Float[Array, "N gamma"], keep: Bool[Array, "N"]) -> Float32[Array, ""]:
-    """Mean tokens a round, bonus included, when draft k survives with probability `survive[:, k]` given the ones before it."""
+    """Mean tokens a round, bonus included, when draft k survives with probability `survive[:, k]` given the ones
+    before it.
+    """
     length = 1 + jnp.sum(jnp.cumprod(survive, axis=1), axis=1)
     return jnp.sum(length * keep) / (jnp.sum(keep) + 1e-9)

@@ -36,7 +36,9 @@ LENGTH = 1024
 
 
 def nano_config(vocab_size: int = 4096) -> tuple[TargetConfig, DraftConfig]:
-    """Window, compressed sparse and heavily compressed layers; hash and scored routing; two stages with a Markov head."""
+    """Window, compressed sparse and heavily compressed layers; hash and scored routing; two stages with a Markov
+    head.
+    """
     target = TargetConfig(
         vocab_size=vocab_size,
         hidden_size=224,
@@ -75,7 +77,13 @@ def train_target(model: DeepseekV4, stream: TokenStream, steps: int, work: Path,
 
 
 def train_drafter(
-    target: DeepseekV4, stages: DSpark, stream: TokenStream, steps: int, anchors: int, work: Path, optimizer: OptimizerConfig
+    target: DeepseekV4,
+    stages: DSpark,
+    stream: TokenStream,
+    steps: int,
+    anchors: int,
+    work: Path,
+    optimizer: OptimizerConfig,
 ):
     """Trains the stages against the frozen target; returns (graph, state)."""
     transform, _ = make_optimizer(optimizer)
@@ -95,7 +103,9 @@ def precompile(program, *arguments) -> None:
     threading.Thread(target=lambda: program.lower(*shapes).compile(), daemon=True).start()
 
 
-def bits_per_byte(graph, state, tokens: np.ndarray, num_bytes: int, bos: int, select: Select = "indexer", batch: int = 16) -> float:
+def bits_per_byte(
+    graph, state, tokens: np.ndarray, num_bytes: int, bos: int, select: Select = "indexer", batch: int = 16
+) -> float:
     """Held-out bits per byte of a whole stream, cut into sequences of LENGTH tokens that each begin with no context.
 
     Every token is scored but the first of the stream and the separators `bos`, which stand for no bytes.
@@ -108,7 +118,14 @@ def bits_per_byte(graph, state, tokens: np.ndarray, num_bytes: int, bos: int, se
     padded[: len(tokens) - 1] = tokens[:-1]
     labels[: len(tokens) - 1] = np.where(tokens[1:] == bos, -1, tokens[1:])
     total = sum(
-        float(run(state.params, state.fixed, padded[i : i + span].reshape(batch, LENGTH), labels[i : i + span].reshape(batch, LENGTH)))
+        float(
+            run(
+                state.params,
+                state.fixed,
+                padded[i : i + span].reshape(batch, LENGTH),
+                labels[i : i + span].reshape(batch, LENGTH),
+            )
+        )
         for i in range(0, len(padded), span)
     )
     return total / np.log(2) / num_bytes
@@ -121,15 +138,21 @@ def _print(record: dict) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--corpus", type=Path, default=Path(".corpus"))
-    parser.add_argument("--work", type=Path, default=Path(".nano"), help="checkpoints and logs; an interrupted run resumes here")
+    parser.add_argument(
+        "--work", type=Path, default=Path(".nano"), help="checkpoints and logs; an interrupted run resumes here"
+    )
     parser.add_argument("--out", type=Path, default=Path("dspark_jax/assets/nano"))
-    parser.add_argument("--target", type=Path, help="take the target from this checkpoint folder and train the stages alone")
+    parser.add_argument(
+        "--target", type=Path, help="take the target from this checkpoint folder and train the stages alone"
+    )
     parser.add_argument("--target-steps", type=int, default=10_000)
     parser.add_argument("--draft-steps", type=int, default=10_000)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--draft-batch", type=int, default=32)
     parser.add_argument("--anchors", type=int, default=256)
-    parser.add_argument("--peak", type=float, default=4e-3, help="peak learning rate of the target; the stages take half of it")
+    parser.add_argument(
+        "--peak", type=float, default=4e-3, help="peak learning rate of the target; the stages take half of it"
+    )
     return parser.parse_args()
 
 
@@ -139,7 +162,10 @@ def main() -> None:
     config, draft = nano_config()
     tokens = np.ascontiguousarray(load_tokens(args.corpus / "train.npy", config.vocab_size))
     model = SpeculativeLM(config, draft, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    sizes = {k: sum(x.size for x in jax.tree.leaves(nnx.state(m))) for k, m in (("target", model.target), ("draft", model.draft))}
+    sizes = {
+        k: sum(x.size for x in jax.tree.leaves(nnx.state(m)))
+        for k, m in (("target", model.target), ("draft", model.draft))
+    }
     record: dict = {"device": jax.devices()[0].device_kind, "parameters": sizes, "tokens": len(tokens)}
     record["arguments"] = {k: str(v) for k, v in vars(args).items() if k not in ("corpus", "work", "out")}
     print(json.dumps(record), flush=True)
@@ -151,7 +177,9 @@ def main() -> None:
         set_hash_tables(model.target.layers, np.bincount(tokens[:20_000_000], minlength=config.vocab_size))
         steps = args.target_steps
         optimizer = OptimizerConfig(peak=args.peak, steps=steps, warmup=min(200, steps // 4))
-        graph, state = train_target(model.target, TokenStream(tokens, LENGTH, args.batch, seed=1), steps, args.work, optimizer)
+        graph, state = train_target(
+            model.target, TokenStream(tokens, LENGTH, args.batch, seed=1), steps, args.work, optimizer
+        )
         model.target = nnx.merge(graph, state.params, state.fixed)
         alone = SpeculativeLM(config, None, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
         alone.target = model.target
@@ -162,14 +190,17 @@ def main() -> None:
             valid = np.load(args.corpus / f"valid_{kind}.npy")
             size = (args.corpus / f"valid_{kind}.txt").stat().st_size
             record["bits_per_byte"][kind] = {
-                s: round(bits_per_byte(graph, state, valid, size, config.bos_token_id, s), 4) for s in ("indexer", "random", "all")
+                s: round(bits_per_byte(graph, state, valid, size, config.bos_token_id, s), 4)
+                for s in ("indexer", "random", "all")
             }
         print(json.dumps(record["bits_per_byte"]), flush=True)
 
     steps = args.draft_steps
     optimizer = OptimizerConfig(peak=args.peak / 2, steps=steps, warmup=min(200, steps // 4))
     stream = TokenStream(tokens, LENGTH, args.draft_batch, seed=2)
-    draft_graph, draft_state = train_drafter(model.target, model.draft, stream, steps, args.anchors, args.work, optimizer)
+    draft_graph, draft_state = train_drafter(
+        model.target, model.draft, stream, steps, args.anchors, args.work, optimizer
+    )
     model.draft = nnx.merge(draft_graph, draft_state.params, draft_state.fixed)
     write_checkpoint(args.out, config, draft, nnx.split(model)[1])
     shutil.copy(args.corpus / "tokenizer.json", args.out / "tokenizer.json")
@@ -178,12 +209,17 @@ def main() -> None:
         if (log := args.work / part / "log.jsonl").exists():
             record[part] = json.loads(log.read_text().splitlines()[-1])
     (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps({"seconds": record["seconds"], "bytes": sum(f.stat().st_size for f in args.out.iterdir())}), flush=True)
+    print(
+        json.dumps({"seconds": record["seconds"], "bytes": sum(f.stat().st_size for f in args.out.iterdir())}),
+        flush=True,
+    )
 
 
 def _with_dtype(config: TargetConfig, draft: DraftConfig, target: DeepseekV4) -> DeepseekV4:
     """The same parameters in a module that taps for `draft`, computes in bf16, and runs outside a mesh."""
-    graph, _ = nnx.split(nnx.eval_shape(lambda: DeepseekV4(config, taps=draft.target_layer_ids, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
+    graph, _ = nnx.split(
+        nnx.eval_shape(lambda: DeepseekV4(config, taps=draft.target_layer_ids, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    )
     return nnx.merge(graph, nnx.split(target)[1])
 
 

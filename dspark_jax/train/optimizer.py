@@ -1,6 +1,7 @@
 """Optimisers. Matrices take Muon, everything else AdamW, both at one learning rate (consistent update size)."""
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 import jax
 import optax
@@ -14,7 +15,9 @@ _ADAM = ("embed", "head", "markov_w1", "markov_w2", "confidence_head", "gate", "
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Schedule: linear warm-up, then a cosine to `final` times the peak. Gradients are clipped to `clip` in global norm."""
+    """Schedule: linear warm-up, then a cosine to `final` times the peak. Gradients are clipped to `clip` in global
+    norm.
+    """
 
     peak: float = 3e-3
     steps: int = 1000
@@ -32,7 +35,9 @@ class OptimizerConfig:
 
 
 def matrix_axes(params: nnx.State):
-    """(input axis, output axis) of every matrix that Muon takes; None elsewhere. A leading axis is a stack of matrices."""
+    """(input axis, output axis) of every matrix that Muon takes; None elsewhere. A leading axis is a stack of
+    matrices.
+    """
 
     def axes(path: tuple, leaf: jax.Array) -> contrib.MuonDimensionNumbers | None:
         names = {str(getattr(k, "key", "")) for k in path}
@@ -50,7 +55,9 @@ def decayed(params: nnx.State):
 
 def make_optimizer(config: OptimizerConfig) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """The gradient transformation and its learning-rate schedule."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, config.peak, max(config.warmup, 1), config.steps, config.final * config.peak)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, config.peak, max(config.warmup, 1), config.steps, config.final * config.peak
+    )
     if config.kind == "adamw":
         body = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=decayed)
     else:
@@ -62,6 +69,6 @@ def make_optimizer(config: OptimizerConfig) -> tuple[optax.GradientTransformatio
             adam_b2=0.95,
             adam_weight_decay=0.0,
             consistent_rms=0.2,
-            muon_weight_dimension_numbers=matrix_axes,
+            muon_weight_dimension_numbers=cast(Any, matrix_axes),  # optax types name arrays, and take any tree
         )
     return optax.chain(optax.clip_by_global_norm(config.clip), body), schedule

@@ -334,7 +334,7 @@ def text_reason(text: str, kind: str) -> str | None:
         return "near-empty"
     if size > 600_000:
         return "huge"
-    if max(map(len, lines)) > 2000 or kind == "code" and size > 160 * len(filled):
+    if max(map(len, lines)) > 2000 or (kind == "code" and size > 160 * len(filled)):
         return "minified"
     if _GENERATED.search(text[:1500]):
         return "generated"

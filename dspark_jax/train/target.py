@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,8 +51,8 @@ def init_target(model: DeepseekV4, optimizer: optax.GradientTransformation) -> t
 class TargetStep:
     """(state, tokens [B, T+1], step) -> (state, metrics), jitted with the state donated.
 
-    Up to `rules.dense_steps` queries of compressed sparse layers see every finished entry, afterwards the indexer's choice;
-    these are two programs.
+    Up to `rules.dense_steps` queries of compressed sparse layers see every finished entry, afterwards the indexer's
+    choice; these are two programs.
     """
 
     def __init__(self, graph: nnx.GraphDef, optimizer: optax.GradientTransformation, rules: TargetRules):
@@ -74,7 +75,7 @@ class TargetStep:
         grad = jax.value_and_grad(self._loss, has_aux=True)
         (_, (loss, kl, moe)), grads = grad(state.params, state.fixed, tokens, select)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params: Any = optax.apply_updates(state.params, updates)
         fixed = balance(state.fixed, moe, self.rules.bias_rate)
         metrics = {
             "loss": loss,
@@ -101,7 +102,9 @@ def balance(fixed: nnx.State, moe, rate: float) -> nnx.State:
 def evaluate_target(graph: nnx.GraphDef, select: Select = "indexer"):
     """(params, fixed, tokens [B, T], labels [B, T]) -> loss in nats summed over the labels >= 0; jitted."""
 
-    def run(params: nnx.State, fixed: nnx.State, tokens: Int[Array, "B T"], labels: Int[Array, "B T"]) -> Float32[Array, ""]:
+    def run(
+        params: nnx.State, fixed: nnx.State, tokens: Int[Array, "B T"], labels: Int[Array, "B T"]
+    ) -> Float32[Array, ""]:
         model = nnx.merge(graph, params, fixed)
         logits = model.logits(model.sequence(tokens, select=select).hidden)
         chosen = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]

@@ -88,7 +88,7 @@ def test_indentation_is_one_token(tokenizer: Tokenizer) -> None:
 
 
 def test_missing_tokenizer_says_how_to_build_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="python -m dspark_jax.train.corpus"):
+    with pytest.raises(ConfigError, match=r"python -m dspark_jax\.train\.corpus"):
         corpus.load_tokenizer(tmp_path / "tokenizer.json")
 
 

@@ -29,8 +29,8 @@ def expert_mlp(
 ) -> Float32[Array, "B d"]:
     """Weighted sum over each row's chosen experts of `w2(weight * swiglu(w1 x, w3 x))`, in fp32.
 
-    `ids` outside [0, E) contribute nothing, so a rank passes its experts' local ids. Rows must be finite. The routing weight
-    multiplies before `w2`, as in the reference inference code.
+    `ids` outside [0, E) contribute nothing, so a rank passes its experts' local ids. Rows must be finite. The routing
+    weight multiplies before `w2`, as in the reference inference code.
     """
     experts = w1.shape[0]
     dense = jnp.sum(jax.nn.one_hot(ids, experts, dtype=jnp.float32) * weights[:, :, None], axis=1)

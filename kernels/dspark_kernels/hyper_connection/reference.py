@@ -1,8 +1,8 @@
 """Manifold-constrained hyper-connections in plain jnp (DeepSeek-V4 reference inference code; all coefficients fp32).
 
-A token carries `n` residual streams. A sublayer reads one weighted sum of them (`collapse`) and its output is added back to
-every stream beside a doubly stochastic mixture of the old ones (`expand`). The three sets of weights come from the streams
-themselves (`coefficients`).
+A token carries `n` residual streams. A sublayer reads one weighted sum of them (`collapse`) and its output is added
+back to every stream beside a doubly stochastic mixture of the old ones (`expand`). The three sets of weights come
+from the streams themselves (`coefficients`).
 """
 
 import jax
@@ -19,18 +19,19 @@ def _mix(streams: Float[Array, "B n d"], fn: Float32[Array, "nd m"], norm_eps: f
 
 def coefficients(
     streams: Float[Array, "B n d"],
-    fn: Float32[Array, "nd (2+n)*n"],
-    base: Float32[Array, "(2+n)*n"],
+    fn: Float32[Array, "nd m"],
+    base: Float32[Array, "m"],
     scale: Float32[Array, "3"],
     *,
     iters: int,
     eps: float,
     norm_eps: float,
 ) -> tuple[Float32[Array, "B n"], Float32[Array, "B n"], Float32[Array, "B n n"]]:
-    """Weights (pre [B, n], post [B, n], comb [B, n, n]) of one sublayer.
+    """Weights (pre [B, n], post [B, n], comb [B, n, n]) of one sublayer; m = (2 + n) n.
 
-    `comb` is softmax over its last axis made doubly stochastic by `iters` Sinkhorn steps, columns first, with `eps` in every
-    denominator. The steps scale rows and columns by two vectors, which is the same map as dividing the matrix each time.
+    `comb` is softmax over its last axis made doubly stochastic by `iters` Sinkhorn steps, columns first, with `eps`
+    in every denominator. The steps scale rows and columns by two vectors, which is the same map as dividing the
+    matrix each time.
     """
     n = streams.shape[1]
     mixed = _mix(streams, fn, norm_eps)
