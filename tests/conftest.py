@@ -2,6 +2,7 @@
 subprocesses (the command line) pass them on."""
 
 import os
+import platform
 import sys
 from pathlib import Path
 
@@ -11,9 +12,19 @@ if "jax" in sys.modules:
 ROOT = Path(__file__).resolve().parent.parent
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+def _flag(name: str, value: str) -> None:
+    flags = os.environ.get("XLA_FLAGS", "")
+    if f"--{name}" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{name}={value}".strip()
+
+
 # Eight emulated devices, so that meshes are tested on any machine.
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()
+_flag("xla_force_host_platform_device_count", "8")
+# XLA's "AVX2" is without fused multiply-add. With it the last few values of an array, which a vectorised loop leaves
+# over, are rounded in another way than the rest, so that a row's last bit would depend on its place in the batch.
+if platform.machine() in ("x86_64", "AMD64"):
+    _flag("xla_cpu_max_isa", "AVX2")
 # XLA sizes its CPU thread pools by this: with fewer threads than device programs in flight, collectives deadlock.
 os.environ.setdefault("NPROC", "32")
 # Weights must never become constants of a program. The warning is an error here; the placement tables stay far below.

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from dspark_jax.config import DraftConfig
-from dspark_jax.models.layers import Embedding, Linear, dot
+from dspark_jax.models.layers import Embedding, Linear
 
 
 class MarkovHead(nnx.Module):
@@ -84,9 +84,9 @@ class ConfidenceHead(nnx.Module):
         self.proj = Linear(inputs, 1, rngs=rngs, std=0.01)
 
     def __call__(self, hidden: Float[Array, "B d"], embedded: Float[Array, "B r"]) -> Float32[Array, "B"]:
-        return dot(jnp.concatenate([hidden, embedded.astype(hidden.dtype)], -1), self.proj.weight[...], jnp.float32)[
-            ..., 0
-        ]
+        # Not a product with a one-column matrix: on CPU its rounding depends on a row's place.
+        joint = jnp.concatenate([hidden, embedded.astype(hidden.dtype)], -1).astype(jnp.float32)
+        return jnp.sum(joint * self.proj.weight[...][:, 0].astype(jnp.float32), axis=-1)
 
 
 def sequential_head(config: DraftConfig, hidden: int, vocab: int, *, rngs: nnx.Rngs) -> MarkovHead | NoHead:

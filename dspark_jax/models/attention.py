@@ -158,8 +158,8 @@ class Attention(Projections):
         compressed = index = entries = None
         if self.compressor is not None and cache.compressed is not None:
             compressed = self.compressor.update(lanes, rows, cache.compressed)
-            visible = self._visible(position, compressed.entries.shape[1])
-            # Entries that no row sees may hold anything.
+            # Entries that no valid row sees may hold anything; padding lanes reach groups that are still open.
+            visible = self._visible(position, compressed.entries.shape[1]) & rows.lane_valid[:, :, None]
             kv = zero_where(compressed.entries, ~jnp.any(visible, axis=1))
             entries = Entries(kv, visible)
             if self.indexer is not None and cache.index is not None:
