@@ -3,12 +3,14 @@ docs/architecture.md).
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.decode.protocols import Drafter, Target
+from dspark_jax.decode.rows import Rows
 from dspark_jax.decode.sampling import SamplingParams, SamplingState
 from dspark_jax.decode.state import (
     CONTEXT,
@@ -28,12 +30,21 @@ from dspark_jax.models.cache import zero_where
 def init_state(target: Target, drafter: Drafter | None, slots: int, max_len: int, stops: int = 8) -> DecodeState:
     """Idle slots. `max_len` is the most positions of a request, prompt included; `stops` the most stop tokens."""
     gamma = drafter.block_size if drafter else 0
+    return DecodeState(
+        requests=init_requests(slots, gamma, target.vocab_size, stops),
+        target_cache=target.init_cache(slots, max_len, gamma + 1),
+        draft_cache=drafter.init_cache(slots) if drafter else (),
+    )
+
+
+def init_requests(slots: int, gamma: int, vocab_size: int, stops: int) -> Requests:
+    """Idle slots."""
     zero = jnp.zeros((slots,), jnp.int32)
-    requests = Requests(
+    return Requests(
         length=zero,
         anchor=zero,
         drafts=jnp.zeros((slots, gamma), jnp.int32),
-        draft_logits=jnp.zeros((slots, gamma, target.vocab_size), jnp.bfloat16),
+        draft_logits=jnp.zeros((slots, gamma, vocab_size), jnp.bfloat16),
         confidence=jnp.zeros((slots, gamma), jnp.float32),
         num_drafts=zero,
         active=jnp.zeros((slots,), bool),
@@ -42,22 +53,34 @@ def init_state(target: Target, drafter: Drafter | None, slots: int, max_len: int
         stop=jnp.full((slots, stops), -1, jnp.int32),
         sampling=SamplingState.from_params([SamplingParams()] * slots),
     )
-    return DecodeState(
-        requests=requests,
-        target_cache=target.init_cache(slots, max_len, gamma + 1),
-        draft_cache=drafter.init_cache(slots) if drafter else (),
-    )
 
 
 def tick(
     target: Target, drafter: Drafter | None, state: DecodeState, item: WorkItem, max_len: int
 ) -> tuple[DecodeState, Emission]:
     """Runs one work item. Without a drafter it is plain decoding through the same code."""
-    requests = state.requests
-    gamma = drafter.block_size if drafter else 0
     rows = item.rows()
     with jax.named_scope("target"):
         hidden, context, target_cache = target.forward(rows, state.target_cache)
+    requests, draft_cache, emission = advance(
+        target, drafter, state.requests, state.draft_cache, item, rows, hidden, context, max_len
+    )
+    return DecodeState(requests, target_cache, draft_cache), emission
+
+
+def advance(
+    target: Target,
+    drafter: Drafter | None,
+    requests: Requests,
+    draft_cache: Any,
+    item: WorkItem,
+    rows: Rows,
+    hidden: Float[Array, "B d"],
+    context: Float[Array, "B dc"],
+    max_len: int,
+) -> tuple[Requests, Any, Emission]:
+    """What follows the target's layers: verify, commit, write the context, draft. Slot r owns lane r of `draft_cache`."""
+    gamma = drafter.block_size if drafter else 0
 
     # The rows that predict: the last committed one and every draft behind it.
     base = item.count - 1 - item.verify
@@ -90,7 +113,6 @@ def tick(
         emitted=requests.emitted + count,
     )
 
-    draft_cache = state.draft_cache
     if drafter:
         keep = jnp.where(item.final, base + count, item.count)
         with jax.named_scope("draft"):
@@ -113,7 +135,7 @@ def tick(
         verified=item.verify,
         reason=reason,
     )
-    return DecodeState(requests, target_cache, draft_cache), emission
+    return requests, draft_cache, emission
 
 
 def rounds(

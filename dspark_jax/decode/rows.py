@@ -22,6 +22,7 @@ class Rows:
       start: position of each slot's first row.
       count: number of valid rows of each slot; 0 for an idle slot.
       width: the most rows that one slot can have (static).
+      lane: where each slot's state lies in the caches; None where slot r has lane r.
     """
 
     token: Int[Array, "B"]
@@ -31,6 +32,12 @@ class Rows:
     start: Int[Array, "R"]
     count: Int[Array, "R"]
     width: int = struct.field(pytree_node=False)
+    lane: Int[Array, "R"] | None = None
+
+    @property
+    def lanes(self) -> Int[Array, "R"]:
+        """`lane`, also where it was left out."""
+        return jnp.arange(self.num_slots) if self.lane is None else self.lane
 
     @property
     def num_slots(self) -> int:
@@ -70,7 +77,9 @@ class Rows:
         return jnp.where(self.valid, index, self.num_slots * self.width)
 
 
-def padded_rows(token: Int[Array, "R width"], start: Int[Array, "R"], count: Int[Array, "R"]) -> Rows:
+def padded_rows(
+    token: Int[Array, "R width"], start: Int[Array, "R"], count: Int[Array, "R"], lane: Int[Array, "R"] | None = None
+) -> Rows:
     """Rows in the padded form, `width` a slot of which the first `count` are valid."""
     slots, width = token.shape
     index = jnp.arange(width)
@@ -85,6 +94,7 @@ def padded_rows(token: Int[Array, "R width"], start: Int[Array, "R"], count: Int
         start=start,
         count=count,
         width=width,
+        lane=lane,
     )
 
 

@@ -5,7 +5,7 @@ The block's rows see each other in both directions.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,19 @@ from dspark_jax.drafters.heads import ConfidenceHead, MarkovHead, sequential_hea
 from dspark_jax.models.attention import Projections, sink_attention
 from dspark_jax.models.block import Block
 from dspark_jax.models.cache import ring_history, ring_write, zero_where
-from dspark_jax.models.deepseek_v4 import DeepseekV4
 from dspark_jax.models.hyper_connection import HyperHead
 from dspark_jax.models.layers import Linear, RMSNorm
 from dspark_jax.models.moe import MoEAux
+
+
+class Ends(Protocol):
+    """What the stages borrow from the target: its embedding and its output head."""
+
+    dtype: Any
+    axis: str | None
+    head: Any
+
+    def embed_streams(self, token: Int[Array, "..."]) -> Float[Array, "... n d"]: ...
 
 
 class Stage(Block):
@@ -55,13 +64,16 @@ class DSpark(nnx.Module):
         """Context keys of every stage from concatenated taps (eqs. 2 and 3). The norm is applied once, after the
         projection.
         """
-        first = self.mtp[0]
-        main = first.main_norm(first.main_proj(context))
+        return self.projected_kv(self.mtp[0].main_proj(context), position)
+
+    def projected_kv(self, projected: Float[Array, "B d"], position: Int[Array, "B"]) -> list[Float[Array, "B c"]]:
+        """The same from taps that are projected and summed, but not normed."""
+        main = self.mtp[0].main_norm(projected)
         return [stage.attn.key_value(main, position) for stage in self.mtp]
 
     def block(
         self,
-        target: DeepseekV4,
+        target: Ends,
         anchor: Int[Array, "N"],
         position: Int[Array, "N"],
         active: Bool[Array, "N"],
@@ -97,12 +109,12 @@ class DSpark(nnx.Module):
             aux.append(moe)
         return self.mtp[-1].hc_head(streams).reshape(n, gamma, -1), tuple(aux)
 
-    def base_logits(self, target: DeepseekV4, hidden: Float[Array, "... d"]) -> Float32[Array, "... V"]:
+    def base_logits(self, target: Ends, hidden: Float[Array, "... d"]) -> Float32[Array, "... V"]:
         """Logits of the parallel pass, by the target's head behind the last stage's norm."""
         return target.head(self.mtp[-1].norm(hidden), jnp.float32)
 
     def forced(
-        self, target: DeepseekV4, hidden: Float[Array, "N gamma d"], previous: Int[Array, "N gamma"]
+        self, target: Ends, hidden: Float[Array, "N gamma d"], previous: Int[Array, "N gamma"]
     ) -> tuple[Float32[Array, "N gamma V"], Float32[Array, "N gamma"]]:
         """Logits and confidence logits when row k follows token `previous[:, k]` (training; slot 0 follows the
         anchor).
@@ -120,7 +132,7 @@ class DSpark(nnx.Module):
 
     def sample(
         self,
-        target: DeepseekV4,
+        target: Ends,
         hidden: Float[Array, "R gamma d"],
         anchor: Int[Array, "R"],
         position: Int[Array, "R"],
@@ -150,10 +162,13 @@ class DSpark(nnx.Module):
 
 
 class DSparkDrafter:
-    """`decode.protocols.Drafter` over a target and its embedded stages; built inside the traced program."""
+    """`decode.protocols.Drafter` over a target and its embedded stages; built inside the traced program.
 
-    def __init__(self, target: DeepseekV4, stages: DSpark):
-        self.target, self.stages = target, stages
+    `projected`: context rows are the sum of the projected taps (a pipeline's ranks each add their own), not the taps.
+    """
+
+    def __init__(self, target: Ends, stages: DSpark, projected: bool = False):
+        self.target, self.stages, self.projected = target, stages, projected
 
     @property
     def block_size(self) -> int:
@@ -166,7 +181,8 @@ class DSparkDrafter:
         return tuple(jnp.zeros(shape, self.target.dtype) for _ in self.stages.mtp)
 
     def write_context(self, context: Float[Array, "B m*d"], rows: Rows, keep: Bool[Array, "B"], cache):
-        keys = self.stages.context_kv(context, rows.position)
+        keys_of = self.stages.projected_kv if self.projected else self.stages.context_kv
+        keys = keys_of(context, rows.position)
         keep = rows.to_lanes(keep) & rows.lane_valid
         return tuple(
             ring_write(ring, zero_where(rows.to_lanes(k), ~keep), rows, keep)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from dspark_jax.config import TargetConfig
 from dspark_jax.decode.rows import Rows
-from dspark_jax.models.cache import ring_history, ring_write, zero_where
+from dspark_jax.models.cache import entries_read, ring_history, ring_write, zero_where
 from dspark_jax.models.compressor import Compressor, CompressorCache, Indexer
 from dspark_jax.models.layers import Linear, RMSNorm, dot, rms_norm, rope_frequencies, rotate
 from dspark_kernels.precision import einsum
@@ -154,17 +154,17 @@ class Attention(Projections):
         latent, query, own, lanes = (rows.to_lanes(v) for v in (latent, query, self.key_value(x, rows.position), x))
         own = zero_where(own, ~rows.lane_valid)
         lanes = zero_where(lanes, ~rows.lane_valid)
-        history = ring_history(cache.window, rows.start, self.config.sliding_window)
+        history = ring_history(cache.window, rows.start, self.config.sliding_window, rows.lane)
         compressed = index = entries = None
         if self.compressor is not None and cache.compressed is not None:
             compressed = self.compressor.update(lanes, rows, cache.compressed)
             # Entries that no valid row sees may hold anything; padding lanes reach groups that are still open.
             visible = self._visible(position, compressed.entries.shape[1]) & rows.lane_valid[:, :, None]
-            kv = zero_where(compressed.entries, ~jnp.any(visible, axis=1))
+            kv = zero_where(entries_read(compressed.entries, rows), ~jnp.any(visible, axis=1))
             entries = Entries(kv, visible)
             if self.indexer is not None and cache.index is not None:
                 index = self.indexer.compressor.update(lanes, rows, cache.index)
-                keys = zero_where(index.entries, ~jnp.any(visible, axis=1))
+                keys = zero_where(entries_read(index.entries, rows), ~jnp.any(visible, axis=1))
                 chosen = self.indexer.select(self.indexer.scores(lanes, latent, position, keys), visible)
                 slot = jnp.arange(kv.shape[0])[:, None, None]
                 entries = Entries(kv[slot, chosen.index], chosen.valid)

@@ -11,12 +11,12 @@ from dspark_jax.decode.rows import Rows
 
 
 def ring_write(
-    ring: Shaped[Array, "R n ..."],
+    ring: Shaped[Array, "S n ..."],
     values: Shaped[Array, "R width ..."],
     rows: Rows,
     keep: Bool[Array, "R width"] | None = None,
-) -> Shaped[Array, "R n ..."]:
-    """Writes lane rows at `position mod (n - 1)`; the last index is the trash slot.
+) -> Shaped[Array, "S n ..."]:
+    """Writes rows of the slots' lanes at `position mod (n - 1)`; the last index is the trash slot.
 
     Of each slot's kept rows (a prefix of its lane) only the last `n - 1` are written, so no index is written twice.
     """
@@ -25,26 +25,38 @@ def ring_write(
     count = jnp.sum(keep, axis=1, keepdims=True)
     fresh = keep & (jnp.arange(rows.width) >= count - size)
     index = jnp.where(fresh, rows.lane_position % size, size)
-    return ring.at[jnp.arange(ring.shape[0])[:, None], index].set(values.astype(ring.dtype))
+    return ring.at[rows.lanes[:, None], index].set(values.astype(ring.dtype))
 
 
-def ring_history(ring: Shaped[Array, "R n ..."], start: Int[Array, "R"], length: int) -> Shaped[Array, "R length ..."]:
-    """The `length` values in front of position `start`, in order; those before position 0 are zeros."""
+def ring_history(
+    ring: Shaped[Array, "S n ..."], start: Int[Array, "R"], length: int, lane: Int[Array, "R"] | None = None
+) -> Shaped[Array, "R length ..."]:
+    """The `length` values in front of position `start`, in order; those before position 0 are zeros.
+
+    Slot r reads from lane `lane[r]` of the ring, by default from lane r.
+    """
     size = ring.shape[1] - 1
     position = start[:, None] - length + jnp.arange(length)
-    values = ring[jnp.arange(ring.shape[0])[:, None], position % size]
+    lane = jnp.arange(start.shape[0]) if lane is None else lane
+    values = ring[lane[:, None], position % size]
     return zero_where(values, position < 0)
 
 
+def entries_read(entries: Shaped[Array, "S n ..."], rows: Rows) -> Shaped[Array, "R n ..."]:
+    """All entries of the slots' lanes."""
+    return entries if rows.lane is None else entries[rows.lane]
+
+
 def entries_write(
-    entries: Shaped[Array, "R n ..."],
+    entries: Shaped[Array, "S n ..."],
     values: Shaped[Array, "R G ..."],
     first: Int[Array, "R"],
     closed: Bool[Array, "R G"],
-) -> Shaped[Array, "R n ..."]:
+    rows: Rows,
+) -> Shaped[Array, "S n ..."]:
     """Writes entry `first + j` where `closed[:, j]`; the rest goes to the trash slot."""
     index = jnp.where(closed, first[:, None] + jnp.arange(values.shape[1]), entries.shape[1] - 1)
-    return entries.at[jnp.arange(entries.shape[0])[:, None], index].set(values.astype(entries.dtype))
+    return entries.at[rows.lanes[:, None], index].set(values.astype(entries.dtype))
 
 
 def zero_where(values: Shaped[Array, "R n ..."], condition: Bool[Array, "R n"]) -> Shaped[Array, "R n ..."]:

@@ -62,7 +62,7 @@ class Compressor(nnx.Module):
         """Stores the rows and the entries of every group that they close."""
         raw = self.raw(x, rows.lane_position)
         reach = (2 if self.overlap else 1) * self.ratio - 1
-        history = jnp.concatenate([ring_history(cache.raw, rows.start, reach), raw], axis=1)
+        history = jnp.concatenate([ring_history(cache.raw, rows.start, reach, rows.lane), raw], axis=1)
         first = rows.start // self.ratio
         groups = first[:, None] + jnp.arange(-(-rows.width // self.ratio))
         closed = ((groups + 1) * self.ratio <= (rows.start + rows.count)[:, None]) & (rows.count > 0)[:, None]
@@ -71,7 +71,7 @@ class Compressor(nnx.Module):
         before = self._group(history, offset - self.ratio) if self.overlap else None
         entries = self._pool(own, before, groups, x.dtype)
         return CompressorCache(
-            raw=ring_write(cache.raw, raw, rows), entries=entries_write(cache.entries, entries, first, closed)
+            raw=ring_write(cache.raw, raw, rows), entries=entries_write(cache.entries, entries, first, closed, rows)
         )
 
     def sequence(self, x: Float[Array, "R T d"]) -> Float[Array, "R T/ratio c"]:

@@ -86,7 +86,7 @@ class DeepseekV4(nnx.Module):
                 )
             caches.append(state)
             if i in self.taps:
-                taps.append(_tap(streams))
+                taps.append(tap(streams))
         context = jnp.concatenate(taps, axis=-1) if taps else streams[:, 0, :0]
         return self.hc_head(streams), context, tuple(caches)
 
@@ -126,12 +126,12 @@ class DeepseekV4(nnx.Module):
             attention.append(attention_aux)
             moe.append(moe_aux)
             if i in self.taps:
-                taps.append(_tap(streams))
+                taps.append(tap(streams))
         context = jnp.concatenate(taps, axis=-1) if taps else streams[:, 0, :0]
         return SequenceOutput(
             self.hc_head(streams).reshape(r, t, -1), context.reshape(r, t, -1), tuple(attention), tuple(moe)
         )
 
 
-def _tap(streams: Float[Array, "B n d"]) -> Float[Array, "B d"]:
+def tap(streams: Float[Array, "B n d"]) -> Float[Array, "B d"]:
     return jnp.mean(streams.astype(jnp.float32), axis=1).astype(streams.dtype)

@@ -1,0 +1,290 @@
+"""The ring: one program in which every pipeline rank works on another microbatch in every tick.
+
+A tick, on every rank: take the item that the rank before has sent; run the own stage on it, with the state of the
+item's microbatch; send the result on. The last rank finishes the round (sampling, commit, draft) and sends the first
+one the microbatch's next item. With P ranks P microbatches are in flight, and P ticks are a round of each. One rank is
+a ring of itself.
+"""
+
+import dataclasses
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx, struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
+
+from dspark_jax.decode.item import Control, Item, Packing, idle_control, merge
+from dspark_jax.decode.round import advance, init_requests
+from dspark_jax.decode.rows import padded_rows
+from dspark_jax.decode.state import Emission, Requests, decode_item
+from dspark_jax.errors import ConfigError, raise_all
+from dspark_jax.parallel.mesh import EXPERT, PIPE
+from dspark_jax.parallel.stacking import Stacked
+from dspark_jax.parallel.stage import Pipeline, PipelineSpec, PipeStage
+
+MAX_STOPS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class RingConfig:
+    """Sizes of a ring, all static.
+
+    Attributes:
+      slots: request slots of one microbatch, over all expert ranks.
+      max_len: most positions of a request, prompt included.
+      chunk: prompt tokens of one tick and slot.
+      rounds: rounds of one call.
+      stops: most stop tokens of a request.
+    """
+
+    slots: int
+    max_len: int
+    chunk: int = 64
+    rounds: int = 1
+    stops: int = MAX_STOPS
+
+
+@struct.dataclass
+class RingState:
+    """What stays on the devices between calls; every leaf is [pipe, expert * lanes, …], lanes by (microbatch, slot).
+
+    Attributes:
+      item: the packed item that each rank is about to send.
+      caches: target and draft caches by key of `Ring.caches`.
+      requests: of the last rank; the other ranks' are never read.
+      tick: ticks so far, modulo the number of ranks.
+    """
+
+    item: dict[str, jax.Array]
+    caches: dict[str, jax.Array]
+    requests: Requests
+    generation: Int[Array, "P S"]
+
+
+class TickOutput(NamedTuple):
+    """What a tick of one rank did; [pipe, ticks, …] out of a call.
+
+    `emission` and `generation` count on the last rank; `rows` are the valid rows that the rank worked on, by slot.
+    """
+
+    emission: Emission
+    generation: Int[Array, "R"]
+    rows: Int[Array, "R"]
+
+
+class Ring:
+    """The compiled ring of a model on a mesh.
+
+    Args:
+      spec: the model's stages.
+      params: the whole model's parameters (`nnx.split(SpeculativeLM)[1]`) or their shapes.
+      mesh: from `make_mesh`, with as many pipe ranks as `spec` has ranges.
+      sizes: of the program.
+
+    Raises ConfigError that names every contradiction.
+    """
+
+    def __init__(self, spec: PipelineSpec, params: nnx.State, mesh: Mesh, sizes: RingConfig):
+        raise_all(ConfigError, "ring", list(_faults(spec, mesh, sizes)))
+        self.spec, self.mesh, self.sizes = spec, mesh, sizes
+        self.pipeline = Pipeline(spec, params)
+        self.pipe, self.gamma = spec.pipe, spec.gamma
+        self.width = max(sizes.chunk, self.gamma + 1)
+        # A decoding round, and a round in which some slot takes a chunk of its prompt.
+        self.widths = (self.gamma + 1, self.width)
+        self.local_slots = sizes.slots // spec.expert  # of one microbatch on one device
+        self.lanes = self.pipe * self.local_slots
+        self.caches = self._cache_layout()
+
+    @cached_property
+    def item_bytes(self) -> int:
+        """Bytes that one device sends in one tick."""
+        return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.eval_shape(self._idle_item).values())
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def _stage(self, leaves: dict[str, Any], rank: int) -> PipeStage:
+        return self.pipeline.stage(leaves, rank)
+
+    def _rank_caches(self, rank: int) -> tuple[Any, Any]:
+        """The empty caches of one device of `rank`."""
+        stage = self._stage(self.pipeline.params.shapes, rank)
+        drafter = stage.drafter
+        target = stage.init_cache(self.lanes, self.sizes.max_len, self.gamma + 1)
+        return target, (drafter.init_cache(self.lanes) if drafter else ())
+
+    def _cache_layout(self) -> Stacked:
+        return Stacked([jax.eval_shape(partial(self._rank_caches, rank)) for rank in range(self.pipe)])
+
+    def _idle_item(self) -> dict[str, jax.Array]:
+        return self._packing.pack(self._empty_item())
+
+    def _empty_item(self) -> Item:
+        r, c = self.local_slots, self.spec.config
+        control = jax.tree.map(jnp.asarray, idle_control(r, self.width, self.sizes.stops))
+        return Item(
+            control=control,
+            verify=jnp.zeros((r,), jnp.int32),
+            streams=jnp.zeros((r, self.width, c.hc_mult * c.hidden_size), self.spec.dtype),
+            context=jnp.zeros((r, self.width, c.hidden_size if self.spec.draft else 0), jnp.float32),
+        )
+
+    @cached_property
+    def _packing(self) -> Packing:
+        return Packing.of(jax.eval_shape(self._empty_item))
+
+    def init_state(self) -> RingState:
+        """Idle slots and empty items, placed on the mesh."""
+
+        def init() -> RingState:
+            caches = {k: jnp.zeros(x.shape, x.dtype) for k, x in self.caches.shapes.items()}
+            requests = init_requests(self.lanes, self.gamma, self.spec.config.vocab_size, self.sizes.stops)
+            state = RingState(self._idle_item(), caches, requests, jnp.zeros((self.lanes,), jnp.int32))
+            return jax.tree.map(lambda x: x[None], state)
+
+        return jax.jit(jax.shard_map(init, mesh=self.mesh, in_specs=(), out_specs=STATE, check_vma=False))()
+
+    def idle_control(self) -> Control:
+        """A record without work for every microbatch: leaves [pipe, slots, …] (numpy)."""
+        one = idle_control(self.sizes.slots, self.width, self.sizes.stops)
+        return jax.tree.map(lambda x: np.stack([x] * self.pipe), one)
+
+    def place_control(self, control: Control) -> Control:
+        """The record on the mesh: the same on all pipe ranks, slots split over the expert ranks."""
+        sharding = NamedSharding(self.mesh, RECORD)
+        return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, lambda i, x=x: x[i]), control)
+
+    # -- program -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def step(self):
+        """(params, state, control) -> (state, TickOutput [pipe, ticks, slots, …]): one call; the state is donated."""
+        mapped = jax.shard_map(
+            self._call,
+            mesh=self.mesh,
+            in_specs=(self.pipeline.specs, STATE, RECORD),
+            out_specs=(STATE, PartitionSpec(PIPE, None, EXPERT)),
+            check_vma=False,
+        )
+        return jax.jit(mapped, donate_argnums=1)
+
+    def _call(self, params: dict[str, jax.Array], state: RingState, control: Control) -> tuple[RingState, TickOutput]:
+        params, state = jax.tree.map(lambda x: x[0], (params, state))
+        rank = jax.lax.axis_index(PIPE)
+        ring = [(i, (i + 1) % self.pipe) for i in range(self.pipe)]
+        branches = [partial(self._run_stage, rank, width) for rank in range(self.pipe) for width in self.widths]
+        idle = jax.tree.map(lambda x: jnp.zeros_like(x[0]), control)
+
+        def tick(state: RingState, t: jax.Array) -> tuple[RingState, TickOutput]:
+            item = self._packing.unpack(jax.lax.ppermute(state.item, PIPE, ring))
+            # The record of a microbatch is merged when its item passes the first rank in the first round of the call.
+            record = jax.tree.map(lambda x, none: jnp.where(t < self.pipe, x[t % self.pipe], none), control, idle)
+            item = merge(item, record, rank == 0)
+            microbatch = (t - rank) % self.pipe
+            branch = rank * len(self.widths) + item.control.bucket[0]
+            item, caches, requests, generation, output = jax.lax.switch(
+                branch, branches, params, item, state.caches, state.requests, state.generation, microbatch
+            )
+            return RingState(self._packing.pack(item), caches, requests, generation), output
+
+        state, outputs = jax.lax.scan(tick, state, jnp.arange(self.sizes.rounds * self.pipe))
+        return jax.tree.map(lambda x: x[None], (state, outputs))
+
+    def _run_stage(self, rank, width, params, item: Item, caches, requests: Requests, generation, microbatch):
+        """One tick of `rank` over rows of at most `width` a slot, with the microbatch's lanes of caches and requests."""
+        stage, r = self._stage(params, rank), self.local_slots
+        target_cache, draft_cache = self.caches.take(caches, rank)
+        work = item.work(width)
+        rows = padded_rows(work.token, work.start, work.count, microbatch * r + jnp.arange(r))
+        if rank == 0:
+            streams = stage.embed_streams(rows.token)
+            context = jnp.zeros((r * width, item.context.shape[-1]), jnp.float32)
+        else:
+            streams = item.streams[:, :width].reshape(r * width, self.spec.config.hc_mult, -1)
+            context = item.context[:, :width].reshape(r * width, -1)
+        streams, context, target_cache = stage.forward(rows, streams, context, target_cache)
+        emission, number = _no_emission(r, self.gamma), jnp.zeros((r,), jnp.int32)
+        if rank < self.pipe - 1:
+            sent = item.replace(
+                streams=item.streams.at[:, :width].set(streams.reshape(r, width, -1)),
+                context=item.context.at[:, :width].set(context.reshape(r, width, -1)),
+            )
+        else:
+            view = partial(_view, start=microbatch * r, size=r)
+            own, number = _begin(*jax.tree.map(view, (requests, generation)), item.control)
+            drafts = jax.tree.map(view, draft_cache)
+            own, drafts, emission = advance(
+                stage, stage.drafter, own, drafts, work, rows, stage.hidden(streams), context, self.sizes.max_len
+            )
+            sent = self._next_item(item, own)
+            back = partial(_put, start=microbatch * r)
+            requests, generation = jax.tree.map(back, (requests, generation), (own, number))
+            draft_cache = jax.tree.map(back, draft_cache, drafts)
+        output = TickOutput(emission, number, work.count)
+        return sent, self.caches.put(caches, rank, (target_cache, draft_cache)), requests, generation, output
+
+    def _next_item(self, item: Item, requests: Requests) -> Item:
+        """The microbatch's next item: the anchors and drafts of the running slots."""
+        work = decode_item(requests, self.gamma)
+        token = jnp.pad(work.token, ((0, 0), (0, self.width - self.gamma - 1)))
+        no = jnp.zeros_like(work.final)
+        control = item.control.replace(
+            admit=no, fresh=no, abort=no, token=token, start=work.start, count=work.count, final=work.final,
+            bucket=jnp.zeros_like(item.control.bucket),
+        )  # fmt: skip
+        return item.replace(control=control, verify=work.verify)
+
+
+STATE = PartitionSpec(PIPE, EXPERT)
+RECORD = PartitionSpec(None, EXPERT)
+
+
+def _faults(spec: PipelineSpec, mesh: Mesh, sizes: RingConfig):
+    if dict(mesh.shape) != {PIPE: spec.pipe, EXPERT: spec.expert}:
+        yield f"the mesh is {dict(mesh.shape)}; the stages need {PIPE} = {spec.pipe} and {EXPERT} = {spec.expert}"
+    if sizes.slots < 1 or sizes.slots % spec.expert:
+        yield f"slots is {sizes.slots}; expected a positive multiple of the expert axis, {spec.expert}"
+    if spec.config.n_routed_experts % spec.expert:
+        yield f"{EXPERT} is {spec.expert}; expected a divisor of the model's {spec.config.n_routed_experts} routed experts"
+    if not 2 <= sizes.max_len <= spec.config.max_position_embeddings:
+        yield f"max_len is {sizes.max_len}; expected 2 … {spec.config.max_position_embeddings}"
+    for name in ("chunk", "rounds", "stops"):
+        if getattr(sizes, name) < 1:
+            yield f"{name} is {getattr(sizes, name)}; expected at least 1"
+
+
+def _begin(requests: Requests, generation: jax.Array, control: Control) -> tuple[Requests, jax.Array]:
+    """Requests whose slots have forgotten what fresh and aborted slots held."""
+    fresh = control.fresh
+
+    def pick(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(fresh.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+    zero = jnp.zeros_like(requests.length)
+    begun = requests.replace(
+        length=pick(zero, requests.length),
+        emitted=pick(zero, requests.emitted),
+        num_drafts=pick(zero, requests.num_drafts),
+        active=requests.active & ~fresh & ~control.abort,
+        max_tokens=pick(control.max_tokens, requests.max_tokens),
+        stop=pick(control.stop, requests.stop),
+        sampling=jax.tree.map(pick, control.sampling, requests.sampling),
+    )
+    return begun, pick(control.generation, generation)
+
+
+def _no_emission(slots: int, gamma: int) -> Emission:
+    zero = jnp.zeros((slots,), jnp.int32)
+    return Emission(jnp.zeros((slots, gamma + 1), jnp.int32), zero, zero, zero, zero)
+
+
+def _view(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, size)
+
+
+def _put(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, part, start, 0)

@@ -1,0 +1,79 @@
+"""Pytrees of the pipeline's ranks laid over each other, so that one SPMD program can hold what differs from rank to rank.
+
+Leaves of the same name, shape and dtype share one array whose leading axis is the rank; a rank that lacks a leaf has
+zeros there. A leaf that only some ranks have (a compressor, say) therefore costs its size on every rank, and nothing
+is stacked over layers: a layer position is part of the name.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+Path = tuple[str | int, ...]
+
+
+def path_of(entries: tuple[Any, ...]) -> Path:
+    """Plain names of a pytree path; the wrapper around a variable's array has none."""
+    names = (getattr(e, "key", getattr(e, "idx", getattr(e, "name", None))) for e in entries)
+    return tuple(n for n in names if n not in (None, "value"))
+
+
+class Stacked:
+    """The common layout of one pytree a rank.
+
+    Args:
+      trees: the ranks' pytrees, of arrays or shapes.
+      name: the name of the leaf at a rank and a path; two leaves of a rank must not share name, shape and dtype.
+    """
+
+    def __init__(self, trees: Sequence[Any], name: Callable[[int, Path], Path] = lambda rank, path: path):
+        self.shapes: dict[str, jax.ShapeDtypeStruct] = {}
+        self.paths: list[dict[str, Path]] = []
+        self._structures = []
+        for rank, tree in enumerate(trees):
+            leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+            keys: dict[str, Path] = {}
+            for entries, leaf in leaves:
+                path = path_of(entries)
+                key = f"{'.'.join(map(str, name(rank, path)))} {'x'.join(map(str, leaf.shape))} {leaf.dtype.name}"
+                if key in keys:
+                    raise ValueError(f"rank {rank} has two leaves named {key!r}")
+                keys[key] = path
+                self.shapes[key] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            self.paths.append(keys)
+            self._structures.append(structure)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.paths)
+
+    def take(self, leaves: dict[str, Any], rank: int) -> Any:
+        """The pytree of `rank` from its leaves by key."""
+        return jax.tree.unflatten(self._structures[rank], [leaves[key] for key in self.paths[rank]])
+
+    def put(self, leaves: dict[str, Any], rank: int, tree: Any) -> dict[str, Any]:
+        """`leaves` with those of `rank` replaced by the leaves of `tree`."""
+        return leaves | dict(zip(self.paths[rank], jax.tree.leaves(tree), strict=True))
+
+    def place(
+        self,
+        source: Callable[[int, Path], np.ndarray],
+        sharding: Callable[[Path], jax.sharding.Sharding],
+    ) -> dict[str, jax.Array]:
+        """Arrays [ranks, ...] by key, one leaf after the other; `source` gives a rank's leaf at a path."""
+        return {key: self._place_leaf(key, source, sharding) for key in self.shapes}
+
+    def _place_leaf(self, key: str, source: Callable, sharding: Callable) -> jax.Array:
+        shape = self.shapes[key]
+        owners = [rank for rank in range(self.ranks) if key in self.paths[rank]]
+        own = {rank: source(rank, self.paths[rank][key]) for rank in owners}
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            ranks = range(*index[0].indices(self.ranks))
+            zeros = np.zeros(shape.shape, shape.dtype)
+            return np.stack([np.asarray(own.get(rank, zeros), shape.dtype)[index[1:]] for rank in ranks])
+
+        path = self.paths[owners[0]][key]
+        return jax.make_array_from_callback((self.ranks, *shape.shape), sharding(path), part)

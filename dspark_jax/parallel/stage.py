@@ -1,0 +1,230 @@
+"""What one pipeline rank holds of a model, and how a whole model's parameters become the ranks' parameters."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Float32, Int
+
+from dspark_jax.config import DraftConfig, TargetConfig
+from dspark_jax.decode.rows import Rows
+from dspark_jax.drafters.dspark import DSpark, DSparkDrafter
+from dspark_jax.errors import CheckpointError, ConfigError
+from dspark_jax.models.attention import Attention, AttentionCache
+from dspark_jax.models.block import Block
+from dspark_jax.models.deepseek_v4 import tap
+from dspark_jax.models.hyper_connection import HyperHead
+from dspark_jax.models.layers import Linear, RMSNorm
+from dspark_jax.parallel.mesh import EXPERT, PIPE
+from dspark_jax.parallel.stacking import Path, Stacked, path_of
+from dspark_jax.parallel.vocabulary import SplitEmbedding, SplitHead
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class PipelineSpec:
+    """A model cut into stages.
+
+    Attributes:
+      config, draft: of the whole model; `draft` None serves the target alone.
+      ranges: the half-open range of target layers of every rank, in order, without gaps. The drafter lives on the last.
+      expert: ranks that experts, vocabulary and request rows are split over.
+      dtype: of activations.
+    """
+
+    config: TargetConfig
+    draft: DraftConfig | None
+    ranges: Ranges
+    expert: int
+    dtype: Any = jnp.float32
+
+    @property
+    def pipe(self) -> int:
+        return len(self.ranges)
+
+    @property
+    def gamma(self) -> int:
+        return self.draft.block_size if self.draft else 0
+
+    @property
+    def padded_vocab(self) -> int:
+        """The vocabulary, filled up to a multiple of the expert ranks."""
+        return -(-self.config.vocab_size // self.expert) * self.expert
+
+
+class PipeStage(nnx.Module):
+    """The layers of one rank, and the model's ends where they are this rank's.
+
+    The first rank embeds. The last has the final norm and the output head, and if there is a drafter its stages and an
+    own copy of the embedding. A rank also owns the part of the drafter's context projection that reads its layers.
+    """
+
+    def __init__(self, spec: PipelineSpec, rank: int, *, rngs: nnx.Rngs):
+        c, draft, (first, end) = spec.config, spec.draft, spec.ranges[rank]
+        last = rank == spec.pipe - 1
+        attention = [Attention(c, c.compress_ratios[i], rngs=rngs) for i in range(first, end)]
+        hashed = [i < c.num_hash_layers for i in range(first, end)]
+        self.layers = nnx.List([Block(c, a, h, rngs=rngs) for a, h in zip(attention, hashed, strict=True)])
+        tapped = [i - first for i in (draft.target_layer_ids if draft else ()) if first <= i < end]
+        self.taps = nnx.Dict({str(j): Linear(c.hidden_size, c.hidden_size, rngs=rngs) for j in tapped})
+        embeds = rank == 0 or (last and draft is not None)
+        self.embed: Any = SplitEmbedding(spec.padded_vocab, c.hidden_size, EXPERT) if embeds else None
+        self.hc_head: Any = HyperHead(c) if last else None
+        self.norm: Any = RMSNorm(c.hidden_size, c.rms_norm_eps) if last else None
+        self.head: Any = SplitHead(c.hidden_size, c.vocab_size, spec.padded_vocab, EXPERT) if last else None
+        self.draft: Any = DSpark(c, draft, rngs=rngs) if last and draft is not None else None
+        if self.draft is not None:
+            self.draft.mtp[0].main_proj = None  # its parts are the ranks' `taps`
+        self.config, self.dtype, self.axis, self.rank = c, jnp.dtype(spec.dtype), EXPERT, rank
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def drafter(self) -> DSparkDrafter | None:
+        """The drafter that the last rank drives."""
+        return None if self.draft is None else DSparkDrafter(self, self.draft, projected=True)
+
+    def init_cache(self, slots: int, max_len: int, block: int) -> tuple[AttentionCache, ...]:
+        """State of this rank's layers; see `decode.protocols.Target`."""
+        return tuple(layer.attn.init_cache(slots, max_len, block, self.dtype) for layer in self.layers)
+
+    def embed_streams(self, token: Int[Array, "B"]) -> Float[Array, "B n d"]:
+        """Token vectors, copied to every residual stream."""
+        x = self.embed(token).astype(self.dtype)
+        return jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[-1]))
+
+    def forward(
+        self,
+        rows: Rows,
+        streams: Float[Array, "B n d"],
+        context: Float32[Array, "B d"],
+        cache: Sequence[AttentionCache],
+    ) -> tuple[Float[Array, "B n d"], Float32[Array, "B d"], tuple[AttentionCache, ...]]:
+        """This rank's layers: new streams, the context projection with this rank's share added, new state."""
+        states = []
+        for j, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{j}"):
+                streams, state, _ = layer(
+                    streams, rows.token, rows.valid, lambda x, layer=layer, j=j: layer.attn(x, rows, cache[j]), self.axis
+                )
+            states.append(state)
+            if str(j) in self.taps:
+                context = context + self.taps[str(j)](tap(streams), jnp.float32)
+        return streams, context, tuple(states)
+
+    def hidden(self, streams: Float[Array, "B n d"]) -> Float[Array, "B d"]:
+        """Rows for `logits` (last rank)."""
+        return self.hc_head(streams)
+
+    def logits(self, hidden: Float[Array, "... d"]) -> Float32[Array, "... V"]:
+        """fp32 logits of hidden rows (last rank)."""
+        return self.head(self.norm(hidden), jnp.float32)
+
+
+class Pipeline:
+    """The stages of a model and the layout of their parameters.
+
+    Args:
+      spec: how the model is cut.
+      params: parameters of the whole model, `nnx.split(SpeculativeLM)[1]`, as arrays or shapes.
+
+    Raises CheckpointError if `params` lack what a rank needs, ConfigError if `spec` does not fit the model.
+    """
+
+    def __init__(self, spec: PipelineSpec, params: nnx.State):
+        self.spec = spec
+        check_ranges(spec.ranges, spec.config.num_hidden_layers)
+        self._whole: Mapping[Path, Any] = {path_of(p): x for p, x in jax.tree_util.tree_flatten_with_path(params)[0]}
+        stages = [nnx.eval_shape(lambda rank=rank: PipeStage(spec, rank, rngs=nnx.Rngs(0))) for rank in range(spec.pipe)]
+        split = [nnx.split(stage) for stage in stages]
+        self._graphs = [graph for graph, _ in split]
+        shapes = [
+            jax.tree_util.tree_map_with_path(lambda p, x, rank=rank: self._shape(rank, path_of(p), x), state)
+            for rank, (_, state) in enumerate(split)
+        ]
+        self.params = Stacked(shapes, self._name)
+
+    def stage(self, leaves: dict[str, Any], rank: int) -> PipeStage:
+        """The module of `rank` over its leaves."""
+        return nnx.merge(self._graphs[rank], self.params.take(leaves, rank))
+
+    def place(self, params: nnx.State, mesh: Mesh) -> dict[str, jax.Array]:
+        """The parameters on the mesh, leaf by leaf."""
+        whole = {path_of(p): x for p, x in jax.tree_util.tree_flatten_with_path(params)[0]}
+        return self.params.place(
+            lambda rank, path: self._source(whole, rank, path), lambda path: NamedSharding(mesh, self._spec(path))
+        )
+
+    @cached_property
+    def specs(self) -> dict[str, PartitionSpec]:
+        """Partition of the parameters by key."""
+        owners = {key: path for paths in self.params.paths for key, path in paths.items()}
+        return {key: self._spec(owners[key]) for key in self.params.shapes}
+
+    def _name(self, rank: int, path: Path) -> Path:
+        """Draft stages are the positions behind the last rank's layers."""
+        first, end = self.spec.ranges[rank]
+        if path[:2] == ("draft", "mtp"):
+            return ("layers", end - first + int(path[2]), *path[3:])
+        return path
+
+    def _spec(self, path: Path) -> PartitionSpec:
+        if "experts" in path or path[0] == "embed":
+            return PartitionSpec(PIPE, EXPERT)
+        return PartitionSpec(PIPE, None, EXPERT) if path[0] == "head" else PartitionSpec(PIPE)
+
+    def _source(self, whole: Mapping[Path, Any], rank: int, path: Path) -> np.ndarray:
+        """A rank's leaf out of the whole model's parameters."""
+        spec, first = self.spec, self.spec.ranges[rank][0]
+        if path[0] == "draft":
+            return np.asarray(_leaf(whole, path))
+        if path[0] == "taps":
+            ids = spec.draft.target_layer_ids if spec.draft else ()
+            at, d = ids.index(first + int(path[1])), spec.config.hidden_size
+            return np.asarray(_leaf(whole, ("draft", "mtp", 0, "main_proj", "weight")))[at * d : (at + 1) * d]
+        value = np.asarray(_leaf(whole, _target_path(path, first)))
+        extra = spec.padded_vocab - spec.config.vocab_size
+        if path[0] == "embed":
+            return np.pad(value, ((0, extra), (0, 0)))
+        return np.pad(value, ((0, 0), (0, extra))) if path[0] == "head" else value
+
+    def _shape(self, rank: int, path: Path, leaf: Any) -> jax.ShapeDtypeStruct:
+        """The stage's shape with the dtype of the given parameters."""
+        if path[0] == "taps":
+            path = ("draft", "mtp", 0, "main_proj", "weight")
+        elif path[0] != "draft":
+            path = _target_path(path, self.spec.ranges[rank][0])
+        return jax.ShapeDtypeStruct(leaf.shape, _leaf(self._whole, path).dtype)
+
+
+def _target_path(path: Path, first: int) -> Path:
+    if path[0] == "layers":
+        return ("target", "layers", first + int(path[1]), *path[2:])
+    return ("target", *path)
+
+
+def _leaf(whole: Mapping[Path, Any], path: Path) -> Any:
+    if path not in whole:
+        what = "draft stages" if path[0] == "draft" else "target"
+        raise CheckpointError(f"the model lacks {'.'.join(map(str, path))}, which its {what} need on this mesh")
+    return whole[path]
+
+
+def check_ranges(ranges: Ranges, layers: int) -> None:
+    """Raises ConfigError unless the ranges cover [0, layers) in order, each with at least one layer."""
+    edges = [first for first, _ in ranges] + [layers]
+    sound = edges[0] == 0 and all(end == after and first < end for (first, end), after in zip(ranges, edges[1:], strict=True))
+    if not sound:
+        raise ConfigError(
+            f"stages {[list(r) for r in ranges]}: expected consecutive half-open ranges [first, end) that cover [0, {layers}),"
+            " each with at least one layer"
+        )
