@@ -1,26 +1,24 @@
 """The command line. JAX is imported inside the commands, so that help and usage errors come at once."""
 
-import functools
 import io
 import json
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dspark_jax import __version__
-from dspark_jax.errors import DSparkError, RequestError
+from dspark_jax.cli_eplb import app as eplb_app
+from dspark_jax.cli_guard import INTERRUPTED, guarded
+from dspark_jax.errors import RequestError
 
 if TYPE_CHECKING:
     from dspark_jax.api import LM
     from dspark_jax.decode.sampling import SamplingParams
     from dspark_jax.results import Completion
-
-BAD_INPUT, INTERRUPTED = 2, 130
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,6 +26,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain messages: one line that says what is wrong
     pretty_exceptions_enable=False,
 )
+app.add_typer(eplb_app, name="eplb")
 
 
 def main() -> None:
@@ -43,30 +42,6 @@ def main() -> None:
             sys.stdout.flush()
             os._exit(INTERRUPTED)  # a compilation under way cannot be stopped, and an orderly exit would wait for it
         raise
-
-
-def _stop(message: str, code: int) -> NoReturn:
-    print(f"dspark-jax: {message}", file=sys.stderr)
-    raise SystemExit(code)
-
-
-def _guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """One line on stderr for bad input and for Ctrl-C, no traceback."""
-
-    @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except DSparkError as error:
-            _stop(f"error: {error}", BAD_INPUT)
-        except KeyboardInterrupt:
-            _stop("interrupted", INTERRUPTED)
-        except BrokenPipeError:
-            # The reader of our output has gone. Python would complain once more when it closes stdout.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit(1) from None
-
-    return run
 
 
 def _show_version(value: bool) -> None:
@@ -85,7 +60,7 @@ def root(
 
 
 @app.command()
-@_guarded
+@guarded
 def generate(
     model: Annotated[str, typer.Option(help="A shipped model's name, or a checkpoint folder.")] = "nano",
     prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
@@ -119,6 +94,42 @@ def generate(
         _generate_json(lm, text, params, not no_draft, compare)
     else:
         _generate_shown(lm, text, params, not no_draft, compare, no_color)
+
+
+@app.command()
+@guarded
+def evaluate(
+    prompts: Annotated[Path, typer.Option(help='JSONL file: on each line an object with "prompt" and maybe "kind".')],
+    model: Annotated[str, typer.Option(help="A shipped model's name, or a checkpoint folder.")] = "nano",
+    kind: Annotated[str | None, typer.Option(help="Only the prompts of this kind.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate for a prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy, and compared with plain decoding.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this mass; 1 is off.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the first prompt; prompt i has seed + i.")] = 0,
+    batch: Annotated[int, typer.Option(help="Prompts decoded side by side.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Measure the drafter: tokens a round and acceptance, with and without its sequential head; compare the texts."""
+    from dspark_jax import evaluate as evaluation
+    from dspark_jax.api import load
+    from dspark_jax.cli_display import Display
+    from dspark_jax.decode.sampling import SamplingParams
+    from dspark_jax.errors import raise_all
+
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
+    raise_all(RequestError, "sampling parameters", params.faults())
+    chosen = evaluation.read_prompts(prompts, kind)
+    lm = load(model)
+    display = Display()
+    with display.waiting("evaluating"):
+        found = evaluation.evaluate(lm, chosen, params, batch=batch)
+    if as_json:
+        settings = {"model": model, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        settings |= {"max_tokens": max_tokens, "batch": batch}
+        print(json.dumps({**settings, "results": [e.as_dict() for e in found]}))
+    else:
+        display.evaluation(found)
 
 
 def _prompt_text(prompt: str | None, path: Path | None) -> str:

@@ -1,12 +1,16 @@
-"""What `dspark-jax generate` shows: text as it comes, accepted drafts in colour, and a summary."""
+"""What the command line shows: text as it comes, accepted drafts in colour, summaries and tables."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from dspark_jax.results import Completion, RoundOutput
+
+if TYPE_CHECKING:
+    from dspark_jax.evaluate import Acceptance, Evaluation
 
 PROMPT, ACCEPTED, OWN = "dim", "bold green", None
 _CONTROLS = {c: "\ufffd" for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"}
@@ -95,6 +99,28 @@ class Display:
                 "In float32 this happens only where two tokens tie within rounding; in bfloat16 it is to be expected.",
                 markup=False,
             )
+
+    def evaluation(self, results: Sequence["Evaluation"]) -> None:
+        """Tokens a round and acceptance by kind of prompt, then how the greedy texts compare with plain decoding's."""
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        columns = ("prompts", "head", "tokens per round", "acceptance by position", "distinct 4-grams", "identical")
+        for column in columns:
+            table.add_column(column)
+        for r in results:
+            same = "-" if r.identical is None else f"{r.identical}/{r.prompts}"
+            share = "-" if r.distinct_4grams is None else f"{r.distinct_4grams:.1%}"
+            table.add_row(f"{r.kind} ({r.prompts})", "on", *_row(r.acceptance), share, same)
+            if r.head_off is not None:
+                table.add_row("", "off", *_row(r.head_off), "", "")
+        self.out.print(table)
+        for d in results[-1].differences:
+            verdict = "excused, a near-tie" if d.excused else "NOT EXCUSED"
+            self.out.print(f"prompt {d.index} differs from token {d.at + 1} on: {verdict} (margins: {d.margins})")
+
+
+def _row(acceptance: "Acceptance") -> tuple[str, str]:
+    rates = ("-" if rate is None else f"{rate:.1%}" for rate in acceptance.by_position)
+    return _number(acceptance.tau), "  ".join(rates)
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int:

@@ -1,5 +1,6 @@
 """Token ids to text as they arrive, and the little that this package asks of a tokenizer."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -7,7 +8,10 @@ REPLACEMENT = "\ufffd"
 
 
 class Tokenizer(Protocol):
-    """Text to ids, without special tokens, and ids back to text, special tokens left out."""
+    """Text to ids, and ids back to text, special tokens left out.
+
+    `encode` adds no special token and makes none out of text that spells one: a prompt cannot forge it.
+    """
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -15,10 +19,12 @@ class Tokenizer(Protocol):
 
 
 class _FileTokenizer:
-    """A `tokenizers.Tokenizer` (tokenizer.json) as a `Tokenizer`."""
+    """A `tokenizers.Tokenizer` (tokenizer.json) as a `Tokenizer`; the given one is copied and stays as it is."""
 
     def __init__(self, inner: Any):
-        self.inner = inner
+        self.inner = copy.deepcopy(inner)
+        # Text such as "<|bos|>" is text. The setting is not part of tokenizer.json, so it is made here.
+        self.inner.encode_special_tokens = True
 
     def encode(self, text: str) -> list[int]:
         return self.inner.encode(text, add_special_tokens=False).ids

@@ -1,0 +1,36 @@
+"""How commands end on bad input and on Ctrl-C: one line on stderr, no traceback."""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from dspark_jax.errors import DSparkError
+
+BAD_INPUT, INTERRUPTED = 2, 130
+
+
+def stop(message: str, code: int) -> NoReturn:
+    """Prints `message` and exits with `code`."""
+    print(f"dspark-jax: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """One line on stderr for bad input and for Ctrl-C, no traceback."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except DSparkError as error:
+            stop(f"error: {error}", BAD_INPUT)
+        except KeyboardInterrupt:
+            stop("interrupted", INTERRUPTED)
+        except BrokenPipeError:
+            # The reader of our output has gone. Python would complain once more when it closes stdout.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(1) from None
+
+    return run
