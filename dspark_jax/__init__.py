@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dspark_jax.api import LM, load
     from dspark_jax.decode.sampling import SamplingParams
     from dspark_jax.results import Completion, RoundOutput
+    from dspark_jax.serve.engine import Engine
 
 __version__ = "0.1.0"
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Completion",
     "ConfigError",
     "DSparkError",
+    "Engine",
     "LM",
     "RequestError",
     "RoundOutput",
@@ -30,6 +32,7 @@ __all__ = [
 # Imported when first used: the package itself imports at once, without JAX.
 _LAZY = {
     "Completion": "dspark_jax.results",
+    "Engine": "dspark_jax.serve.engine",
     "LM": "dspark_jax.api",
     "RoundOutput": "dspark_jax.results",
     "SamplingParams": "dspark_jax.decode.sampling",

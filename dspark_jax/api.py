@@ -17,10 +17,11 @@ from dspark_jax.checkpoint import layout
 from dspark_jax.checkpoint.reader import read_checkpoint, read_tokenizer
 from dspark_jax.compilation_cache import use_default_cache
 from dspark_jax.config import DraftConfig, TargetConfig
-from dspark_jax.decode.batch import MAX_STOPS, BatchDecoder, Commit, Request
+from dspark_jax.decode.batch import BatchDecoder, Commit, Request
 from dspark_jax.decode.sampling import SamplingParams
 from dspark_jax.errors import CheckpointError, ConfigError, RequestError, raise_all
 from dspark_jax.parallel.mesh import EXPERT, PIPE, make_mesh, param_specs
+from dspark_jax.requests import Params, Prompt, RequestReader
 from dspark_jax.results import Completion, RoundOutput, Tally
 from dspark_jax.text import TextStream, Tokenizer, as_tokenizer
 
@@ -29,9 +30,6 @@ use_default_cache()
 ASSETS = Path(__file__).parent / "assets"
 MIN_CAPACITY = 256  # positions; smaller programs are not worth a compilation of their own
 CHUNK = 64  # prompt tokens of one prefill call
-
-Prompt = str | Sequence[int]
-Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 def shipped_models() -> list[str]:
@@ -139,6 +137,7 @@ class LM:
         self._params = jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(self.mesh, s)), params, specs)
         self._graph = graph
         self.config, self.draft_config, self.tokenizer = config, draft, as_tokenizer(tokenizer)
+        self._reader = RequestReader(config, self.tokenizer, self.max_len)
         self._chunk = chunk
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         self._rounds_per_call = rounds_per_call or (1 if on_cpu else 8)
@@ -152,7 +151,7 @@ class LM:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, the beginning-of-sequence token first."""
-        return [self.config.bos_token_id, *self.tokenizer.encode(text)]
+        return self._reader.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; special tokens have none, incomplete characters become U+FFFD."""
@@ -179,7 +178,7 @@ class LM:
         Raises RequestError that names every fault of the request, before any work on a device.
         """
         use_drafts = self._use_drafts(speculate)
-        requests = self._requests(prompts, params, ignore_eos)
+        requests = self._reader.read(prompts, params, ignore_eos)
         decoder = self._decoder(requests, [use_drafts])
         tallies = [Tally(self.gamma if use_drafts else 0) for _ in requests]
         finish, first, last = [""] * len(requests), [0.0] * len(requests), [0.0] * len(requests)
@@ -224,7 +223,7 @@ class LM:
         The request is checked, and missing programs are compiled, before this returns.
         """
         use_drafts = self._use_drafts(speculate)
-        requests = self._requests([prompt], params, ignore_eos)
+        requests = self._reader.read([prompt], params, ignore_eos)
         decoder = self._decoder(requests, [use_drafts])
 
         def outputs() -> Iterator[RoundOutput]:
@@ -248,7 +247,7 @@ class LM:
         Returns the seconds it took; nearly none when everything was there.
         """
         modes = [self._use_drafts(mode) for mode in speculate]
-        requests = self._requests(prompts, params, ignore_eos)
+        requests = self._reader.read(prompts, params, ignore_eos)
         begin = time.perf_counter()
         self._decoder(requests, modes)
         return time.perf_counter() - begin
@@ -278,90 +277,6 @@ class LM:
                 " leave speculate out, or set it to False"
             )
         return self.draft_config is not None if speculate is None else bool(speculate)
-
-    def _requests(self, prompts: Sequence[Prompt], params: Params, ignore_eos: bool) -> list[Request]:
-        """Checked requests; raises one RequestError with every fault."""
-        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-            kind = type(prompts).__name__
-            raise RequestError(f"prompts is a {kind}; expected a list of texts or of id lists, as in [prompt]")
-        if not prompts:
-            raise RequestError("prompts is empty; expected at least one prompt")
-        faults: list[str] = []
-        each = self._params_each(params, len(prompts), faults)
-        ids = []
-        for i, prompt in enumerate(prompts):
-            name = "the prompt" if len(prompts) == 1 else f"prompts[{i}]"
-            ids.append(self._prompt_ids(prompt, name, faults))
-        stops = []
-        for i, p in enumerate(each):
-            stop = {int(t) for t in p.stop_token_ids} | (set() if ignore_eos else {self.config.eos_token_id})
-            if len(stop) > MAX_STOPS:
-                name = "stop_token_ids" if isinstance(params, SamplingParams) else f"params[{i}].stop_token_ids"
-                eos = "" if ignore_eos else f", the end-of-sequence token {self.config.eos_token_id} counted"
-                fault = f"{name} gives {len(stop)} different ids{eos}; expected at most {MAX_STOPS}: remove some"
-                faults += [fault] if fault not in faults else []
-            stops.append(tuple(sorted(stop)))
-        raise_all(RequestError, "request", faults)
-        return [Request(tuple(p), s, stop) for p, s, stop in zip(ids, each, stops, strict=True)]
-
-    def _params_each(self, params: Params, count: int, faults: list[str]) -> list[SamplingParams]:
-        """Sampling parameters of every prompt; [] where the faults found leave nothing to go on with."""
-        shared = params is None or isinstance(params, SamplingParams)
-        given: Any = [params or SamplingParams()] if shared else params
-        if isinstance(given, str | bytes) or not isinstance(given, Sequence):
-            faults.append(f"params is a {type(params).__name__}; expected SamplingParams or a list of them")
-            return []
-        sound = True
-        for i, p in enumerate(given):
-            name = "" if shared else f"params[{i}]: "
-            if not isinstance(p, SamplingParams):
-                kind = type(p).__name__
-                faults.append(f"{name or 'params: '}is a {kind}; expected SamplingParams (its from_dict reads a dict)")
-                sound = False
-            elif found := p.faults(self.config.vocab_size):
-                faults += [name + fault for fault in found]
-                sound = False
-        if not shared and len(given) != count:
-            faults.append(f"params has {len(given)} entries for {count} prompts; expected one for all or one a prompt")
-            sound = False
-        if not sound:
-            return []
-        return [given[0]] * count if shared else list(given)
-
-    def _prompt_ids(self, prompt: Any, name: str, faults: list[str]) -> list[int]:
-        """Ids of one prompt, or [] and an entry in `faults`."""
-        if isinstance(prompt, str):
-            if not prompt:
-                faults.append(f"{name} is empty; expected some text")
-                return []
-            try:
-                prompt.encode()  # half a surrogate pair, as a command line with stray bytes gives, has no UTF-8
-                ids = self.encode(prompt)
-            except (ValueError, UnicodeError) as error:
-                faults.append(f"{name} cannot be encoded: {error}")
-                return []
-        elif isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes | bytearray):
-            ids = list(prompt)
-            if not ids:
-                faults.append(f"{name} is empty; expected at least one token id")
-                return []
-        else:
-            faults.append(f"{name} is a {type(prompt).__name__}; expected a text or a list of token ids")
-            return []
-        vocab = self.config.vocab_size
-        bad = [t for t in ids if not isinstance(t, int | np.integer) or isinstance(t, bool) or not 0 <= t < vocab]
-        if bad:
-            shown = ", ".join(map(repr, bad[:5])) + (", …" if len(bad) > 5 else "")
-            faults.append(f"{name} holds {shown}; expected token ids in 0 … {vocab - 1}")
-            return []
-        if len(ids) > self.max_len - 1:
-            faults.append(
-                f"{name} has {len(ids)} tokens; expected at most {self.max_len - 1} (max_len is {self.max_len}, one"
-                " position is for the answer): shorten it, or load the model with a larger max_len, up to"
-                f" {self.config.max_position_embeddings}"
-            )
-            return []
-        return [int(t) for t in ids]
 
 
 def _output(commit: Commit, number: int, kept: int, text: TextStream) -> RoundOutput:

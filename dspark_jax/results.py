@@ -1,5 +1,6 @@
 """What generation gives back: one record a decoding round while it runs, one completion a prompt at the end."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 
@@ -14,7 +15,8 @@ class RoundOutput:
       pieces: the text that each of them completes; a piece is empty inside a multi-byte character.
       accepted: how many of the tokens, from the first, are accepted drafts.
       verified: drafts that the target checked, including those behind a rejection or a stop.
-      finish_reason: "stop", "length" or "context" in the request's last round, else None.
+      finish_reason: "stop", "length" or "context" in the request's last round ("abort" without a round), else None.
+      request_id: the engine's name of the request.
     """
 
     index: int
@@ -24,6 +26,7 @@ class RoundOutput:
     accepted: int
     verified: int
     finish_reason: str | None = None
+    request_id: Hashable | None = None
 
     @property
     def text(self) -> str:

@@ -104,7 +104,7 @@ def trace_rounds(
     """
     if lm.draft_config is None:
         raise RequestError("the model has no drafter, so its rounds have nothing to show; choose one with mtp.* stages")
-    requests = lm._requests([prompt], params, ignore_eos)
+    requests = lm._reader.read([prompt], params, ignore_eos)
     slots, capacity = lm.mesh.shape[EXPERT], lm._decoder(requests, []).max_len
     decoder = BatchDecoder(lm._graph, lm._params, lm.mesh, slots, capacity, lm._chunk, rounds_per_call=1)
     decoder.compile(lm._params, [True])

@@ -3,6 +3,7 @@
 Everything that a rank must know of a request stands in the item, so no rank can disagree with another about it.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -63,17 +64,14 @@ class Item:
 
 
 def idle_control(slots: int, width: int, stops: int) -> Control:
-    """A record without any work (numpy)."""
-    zero, no = np.zeros(slots, np.int32), np.zeros(slots, bool)
-    return Control(
-        admit=no, token=np.zeros((slots, width), np.int32), start=zero, count=zero, final=no, fresh=no, abort=no,
-        generation=zero, max_tokens=zero, stop=np.full((slots, stops), -1, np.int32),
-        sampling=SamplingState(
-            temperature=np.zeros(slots, np.float32), top_k=zero, top_p=np.ones(slots, np.float32),
-            seed=np.zeros(slots, np.uint32),
-        ),
-        bucket=zero,
-    )  # fmt: skip
+    """A record without any work (numpy leaves)."""
+    fields: dict[str, Any] = {f.name: np.zeros(slots, np.int32) for f in dataclasses.fields(Control)}
+    fields |= {name: np.zeros(slots, bool) for name in ("admit", "final", "fresh", "abort")}
+    fields |= {"token": np.zeros((slots, width), np.int32), "stop": np.full((slots, stops), -1, np.int32)}
+    one: Any = {"temperature": np.zeros(slots, np.float32), "top_p": np.ones(slots, np.float32)}
+    one |= {"top_k": np.zeros(slots, np.int32), "seed": np.zeros(slots, np.uint32)}
+    fields["sampling"] = SamplingState(**one)
+    return Control(**fields)
 
 
 def merge(item: Item, record: Control, here: Bool[Array, ""]) -> Item:
@@ -84,8 +82,10 @@ def merge(item: Item, record: Control, here: Bool[Array, ""]) -> Item:
         return jnp.where(admit.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
     control = jax.tree.map(pick, record, item.control)
-    return item.replace(
-        control=control.replace(
+    return dataclasses.replace(
+        item,
+        control=dataclasses.replace(
+            control,
             count=jnp.where(gone, 0, control.count),
             final=control.final & ~gone,
             fresh=control.fresh & (admit | ~here),

@@ -29,11 +29,19 @@ class Proposal:
     confidence: Float32[Array, "R gamma"]
 
 
-class Target(Protocol):
-    """A target model with position-addressed state."""
+class Head(Protocol):
+    """The end of a target: what a round needs of it behind the layers."""
 
     @property
     def vocab_size(self) -> int: ...
+
+    def logits(self, hidden: Float[Array, "... d"]) -> Float32[Array, "... V"]:
+        """Raw fp32 logits of the next token."""
+        ...
+
+
+class Target(Head, Protocol):
+    """A target model with position-addressed state."""
 
     def init_cache(self, slots: int, max_len: int, block: int) -> Cache:
         """State for `slots` requests of up to `max_len` positions; a tick that may be rejected has at most `block`
@@ -43,10 +51,6 @@ class Target(Protocol):
 
     def forward(self, rows: Rows, cache: Cache) -> tuple[Float[Array, "B d"], Float[Array, "B dc"], Cache]:
         """Hidden rows for `logits`, context rows for the drafter, and the state with the rows written."""
-        ...
-
-    def logits(self, hidden: Float[Array, "... d"]) -> Float32[Array, "... V"]:
-        """Raw fp32 logits of the next token."""
         ...
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dspark_jax.decode.protocols import Drafter, Target
+from dspark_jax.decode.protocols import Drafter, Head, Target
 from dspark_jax.decode.rows import Rows
 from dspark_jax.decode.sampling import SamplingParams, SamplingState
 from dspark_jax.decode.state import (
@@ -69,7 +69,7 @@ def tick(
 
 
 def advance(
-    target: Target,
+    target: Head,
     drafter: Drafter | None,
     requests: Requests,
     draft_cache: Any,

@@ -95,7 +95,7 @@ class Ring:
         self.pipe, self.gamma = spec.pipe, spec.gamma
         self.width = max(sizes.chunk, self.gamma + 1)
         # A decoding round, and a round in which some slot takes a chunk of its prompt.
-        self.widths = (self.gamma + 1, self.width)
+        self.widths = tuple(sorted({self.gamma + 1, self.width}))
         self.local_slots = sizes.slots // spec.expert  # of one microbatch on one device
         self.lanes = self.pipe * self.local_slots
         self.caches = self._cache_layout()
@@ -185,7 +185,7 @@ class Ring:
             record = jax.tree.map(lambda x, none: jnp.where(t < self.pipe, x[t % self.pipe], none), control, idle)
             item = merge(item, record, rank == 0)
             microbatch = (t - rank) % self.pipe
-            branch = rank * len(self.widths) + item.control.bucket[0]
+            branch = rank * len(self.widths) + jnp.minimum(item.control.bucket[0], len(self.widths) - 1)
             item, caches, requests, generation, output = jax.lax.switch(
                 branch, branches, params, item, state.caches, state.requests, state.generation, microbatch
             )
@@ -209,21 +209,25 @@ class Ring:
         streams, context, target_cache = stage.forward(rows, streams, context, target_cache)
         emission, number = _no_emission(r, self.gamma), jnp.zeros((r,), jnp.int32)
         if rank < self.pipe - 1:
-            sent = item.replace(
+            sent = dataclasses.replace(
+                item,
                 streams=item.streams.at[:, :width].set(streams.reshape(r, width, -1)),
                 context=item.context.at[:, :width].set(context.reshape(r, width, -1)),
             )
         else:
             view = partial(_view, start=microbatch * r, size=r)
-            own, number = _begin(*jax.tree.map(view, (requests, generation)), item.control)
-            drafts = jax.tree.map(view, draft_cache)
+            # The drafter's state is small: it works on the microbatch's part, where slot r has lane r.
+            own, number, drafts = jax.tree.map(view, (requests, generation, draft_cache))
+            rows = dataclasses.replace(rows, lane=None)
+            own, number = _begin(own, number, item.control)
             own, drafts, emission = advance(
                 stage, stage.drafter, own, drafts, work, rows, stage.hidden(streams), context, self.sizes.max_len
             )
             sent = self._next_item(item, own)
             back = partial(_put, start=microbatch * r)
-            requests, generation = jax.tree.map(back, (requests, generation), (own, number))
-            draft_cache = jax.tree.map(back, draft_cache, drafts)
+            requests, generation, draft_cache = jax.tree.map(
+                back, (requests, generation, draft_cache), (own, number, drafts)
+            )
         output = TickOutput(emission, number, work.count)
         return sent, self.caches.put(caches, rank, (target_cache, draft_cache)), requests, generation, output
 
@@ -232,11 +236,12 @@ class Ring:
         work = decode_item(requests, self.gamma)
         token = jnp.pad(work.token, ((0, 0), (0, self.width - self.gamma - 1)))
         no = jnp.zeros_like(work.final)
-        control = item.control.replace(
+        control = dataclasses.replace(
+            item.control,
             admit=no, fresh=no, abort=no, token=token, start=work.start, count=work.count, final=work.final,
             bucket=jnp.zeros_like(item.control.bucket),
         )  # fmt: skip
-        return item.replace(control=control, verify=work.verify)
+        return dataclasses.replace(item, control=control, verify=work.verify)
 
 
 STATE = PartitionSpec(PIPE, EXPERT)
@@ -265,7 +270,8 @@ def _begin(requests: Requests, generation: jax.Array, control: Control) -> tuple
         return jnp.where(fresh.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
     zero = jnp.zeros_like(requests.length)
-    begun = requests.replace(
+    begun = dataclasses.replace(
+        requests,
         length=pick(zero, requests.length),
         emitted=pick(zero, requests.emitted),
         num_drafts=pick(zero, requests.num_drafts),

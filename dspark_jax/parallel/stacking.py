@@ -70,7 +70,7 @@ class Stacked:
         owners = [rank for rank in range(self.ranks) if key in self.paths[rank]]
         own = {rank: source(rank, self.paths[rank][key]) for rank in owners}
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             ranks = range(*index[0].indices(self.ranks))
             zeros = np.zeros(shape.shape, shape.dtype)
             return np.stack([np.asarray(own.get(rank, zeros), shape.dtype)[index[1:]] for rank in ranks])

@@ -82,7 +82,8 @@ class PipeStage(nnx.Module):
         self.draft: Any = DSpark(c, draft, rngs=rngs) if last and draft is not None else None
         if self.draft is not None:
             self.draft.mtp[0].main_proj = None  # its parts are the ranks' `taps`
-        self.config, self.dtype, self.axis, self.rank = c, jnp.dtype(spec.dtype), EXPERT, rank
+        self.config, self.dtype, self.rank = c, jnp.dtype(spec.dtype), rank
+        self.axis: str | None = EXPERT
 
     @property
     def vocab_size(self) -> int:

@@ -49,7 +49,7 @@ def test_bad_prompts(lm: LM, prompts, message: str):
 
 def test_the_longest_prompt_is_accepted():
     lm = lookup_lm(alphabet(), agreeing(alphabet()), max_len=10)
-    assert len(lm._requests([[3] * 9], None, False)[0].prompt) == 9
+    assert len(lm._reader.read([[3] * 9], None, False)[0].prompt) == 9
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def test_bad_parameters(lm: LM, params, message: str):
 
 def test_eight_stop_tokens_are_accepted(lm: LM):
     eight = SamplingParams(stop_token_ids=tuple(range(8)))
-    assert lm._requests(["a"], eight, True)[0].stop == tuple(range(8))
+    assert lm._reader.read(["a"], eight, True)[0].stop == tuple(range(8))
     seven = SamplingParams(stop_token_ids=(*range(7), 0, 15))  # twice the same, and the end of sequence by its id
-    assert lm._requests(["a"], seven, False)[0].stop == (*range(7), 15)
+    assert lm._reader.read(["a"], seven, False)[0].stop == (*range(7), 15)
 
 
 def test_every_fault_is_named_at_once(lm: LM):

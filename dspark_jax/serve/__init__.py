@@ -1,0 +1,1 @@
+"""Serving: continuous batching over the ring."""

@@ -1,0 +1,317 @@
+"""The serving engine: requests come and go at any time, and every rank of the mesh works in every tick."""
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dspark_jax.api import LM, model_folder
+from dspark_jax.checkpoint.reader import read_checkpoint, read_tokenizer
+from dspark_jax.decode.sampling import SamplingParams
+from dspark_jax.errors import ConfigError, RequestError, raise_all
+from dspark_jax.parallel.mesh import EXPERT, PIPE, make_mesh
+from dspark_jax.parallel.ring import Ring, RingConfig, TickOutput
+from dspark_jax.parallel.stage import PipelineSpec, Ranges
+from dspark_jax.requests import Params, Prompt, RequestReader
+from dspark_jax.results import Completion, RoundOutput, Tally
+from dspark_jax.serve.scheduler import Commit, Scheduler, slot_counts
+from dspark_jax.text import TextStream, as_tokenizer
+
+TIMELINE = 10_000  # ticks that are remembered
+
+
+class Tick(NamedTuple):
+    """One tick of the pipeline: for each rank the microbatch it worked on and its valid rows (0: a bubble)."""
+
+    microbatch: tuple[int, ...]
+    rows: tuple[int, ...]
+
+
+@dataclass
+class _Entry:
+    """What the engine keeps of a request until its end was read by everybody."""
+
+    index: int
+    prompt: Prompt
+    prompt_tokens: tuple[int, ...]
+    tally: Tally
+    text: TextStream
+    submitted: float
+    first: float = 0.0
+    last: float = 0.0
+    finish_reason: str | None = None
+    outputs: deque[RoundOutput] = field(default_factory=deque)
+
+
+class Engine:
+    """Continuous batching with speculative decoding on a mesh.
+
+    Requests are decoded in `slots` places, more of them wait in order. Prompts are read in chunks while others decode.
+    Every method may be called from any thread; the device's work is done by whoever calls `step`, `stream` or
+    `generate`.
+
+    Args:
+      model: a shipped model's name, a checkpoint folder, or an `LM` (its weights are laid out anew for the mesh).
+      mesh: from `make_mesh`; one device by default.
+      stages: the half-open range of target layers of every pipe rank; by default equal numbers of layers.
+      slots: requests decoded side by side, a multiple of pipe × expert; 8 of them for every one of those by default.
+      dtype: of weights and activations; float32 on a CPU and bfloat16 elsewhere by default.
+      max_len: most positions of a request, prompt included; by default the model's, at most 4096.
+      chunk: prompt tokens of one tick and slot.
+      rounds_per_call: rounds of one device call; more hide the host's work and let new requests wait longer.
+      speculate: False leaves the drafter out: plain decoding.
+
+    Raises CheckpointError or ConfigError before any device work.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LM,
+        *,
+        mesh: Mesh | None = None,
+        stages: Ranges | None = None,
+        slots: int | None = None,
+        dtype: jax.typing.DTypeLike | None = None,
+        max_len: int | None = None,
+        chunk: int = 64,
+        rounds_per_call: int = 1,
+        speculate: bool = True,
+    ):
+        mesh = make_mesh() if mesh is None else mesh
+        pipe, expert = mesh.shape[PIPE], mesh.shape[EXPERT]
+        self.slots = int(8 * pipe * expert if slots is None else slots)
+        per_batch, faults = slot_counts(self.slots, pipe, expert)
+        raise_all(ConfigError, "engine", faults)
+        config, draft, params, tokenizer = _read(model, mesh, dtype)
+        limit = config.max_position_embeddings
+        self.max_len = int(min(limit, 4096) if max_len is None else max_len)
+        ranges = even_ranges(config.num_hidden_layers, pipe) if stages is None else stages
+        activations = jax.tree.leaves(params["target"]["embed"])[0].dtype
+        spec = PipelineSpec(config, draft if speculate else None, ranges, expert, activations)
+        self.ring = Ring(spec, params, mesh, RingConfig(per_batch, self.max_len, chunk, rounds_per_call))
+        self.mesh, self.config, self.draft_config, self.tokenizer = mesh, config, spec.draft, as_tokenizer(tokenizer)
+        self.gamma = spec.gamma
+        self._params = self.ring.pipeline.place(params, mesh)
+        self._reader = RequestReader(config, self.tokenizer, self.max_len)
+        self._scheduler = Scheduler(pipe, per_batch, expert, chunk)
+        self._entries: dict[Hashable, _Entry] = {}
+        self._numbers = itertools.count()
+        self._pending: deque[TickOutput] = deque()
+        self._state: Any = None
+        self._step: Any = None
+        self._gather: Any = None
+        self._lock = threading.RLock()
+        self.timeline: deque[Tick] = deque(maxlen=TIMELINE)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: Hashable | None = None,
+        ignore_eos: bool = False,
+    ) -> Hashable:
+        """Queues a request and returns its id, by default a number. Raises RequestError that names every fault."""
+        request = self._reader.read([prompt], params, ignore_eos)[0]
+        with self._lock:
+            index = next(self._numbers)
+            key = index if request_id is None else request_id
+            if key in self._entries:
+                raise RequestError(f"request_id {key!r} is in use; choose another, or read that request to its end first")
+            self._entries[key] = _Entry(
+                index, prompt, request.prompt, Tally(self.gamma), TextStream(self.decode), time.perf_counter()
+            )
+            self._scheduler.submit(key, request)
+        return key
+
+    def abort(self, request_id: Hashable) -> None:
+        """Ends a request; its stream ends with finish_reason "abort". Nothing happens if it has ended already.
+
+        Raises RequestError for an unknown id.
+        """
+        with self._lock:
+            entry = self._entry(request_id)
+            if entry.finish_reason is None:
+                self._scheduler.abort(request_id)
+                self._finish(entry, "abort")
+                entry.outputs.append(RoundOutput(entry.index, entry.tally.rounds, (), (), 0, 0, "abort", request_id))
+
+    def stream(self, request_id: Hashable) -> Iterator[RoundOutput]:
+        """What every round commits to a request, as it arrives; runs the device while it waits.
+
+        The request is forgotten at the end; a stream that is closed before aborts it.
+        """
+        return self._outputs(request_id, self._entry(request_id))
+
+    def _outputs(self, request_id: Hashable, entry: _Entry) -> Iterator[RoundOutput]:
+        try:
+            output = None
+            while output is None or output.finish_reason is None:
+                with self._lock:
+                    if not entry.outputs:
+                        self.step()
+                if entry.outputs:
+                    output = entry.outputs.popleft()
+                    yield output
+        finally:
+            if request_id in self._entries:
+                self.abort(request_id)
+                del self._entries[request_id]
+
+    def result(self, request_id: Hashable) -> Completion:
+        """The whole answer to a request, which is then forgotten; runs the device until it has ended."""
+        entry = self._entry(request_id)
+        for _ in self.stream(request_id):
+            pass
+        return _completion(entry, self.decode)
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: Params = None, *, ignore_eos: bool = False
+    ) -> list[Completion]:
+        """Answers every prompt; arguments and errors as for `LM.generate`."""
+        requests = self._reader.read(prompts, params, ignore_eos)
+        keys = [
+            self.submit(prompt, request.params, request_id=object(), ignore_eos=ignore_eos)
+            for prompt, request in zip(prompts, requests, strict=True)
+        ]
+        return [self.result(key) for key in keys]
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt, the beginning-of-sequence token first."""
+        return self._reader.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids; special tokens have none, incomplete characters become U+FFFD."""
+        return self.tokenizer.decode([int(i) for i in ids])
+
+    # -- device --------------------------------------------------------------------------------------------------------
+
+    def warmup(self, progress: Callable[[str], None] | None = None) -> float:
+        """Compiles everything that serving needs and runs it once; returns the seconds it took. Then nothing compiles.
+
+        `progress` is called with the name of each step.
+        """
+        begin = time.perf_counter()
+        tell = progress or (lambda _: None)
+        with self._lock:
+            if self._step is None:
+                tell("allocating caches")
+                state = self.ring.init_state()
+                record = self.ring.place_control(self.ring.idle_control())
+                tell("compiling the ring")
+                step = self.ring.step.lower(self._params, state, record).compile()
+                tell("running an empty round")
+                self._state, output = step(self._params, state, record)
+                self._read(output)
+                self._step = step
+        return time.perf_counter() - begin
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is waiting or running, or a result was not read."""
+        return self._scheduler.busy or bool(self._pending)
+
+    def step(self) -> list[tuple[Hashable, RoundOutput]]:
+        """Dispatches one call, reads the one before it, and returns what that one committed, by request id.
+
+        The last results are read by a step that has nothing to dispatch. Without work it does nothing.
+        """
+        self.warmup()
+        with self._lock:
+            if working := self._scheduler.busy:
+                record = self.ring.place_control(self._scheduler.plan(self.ring.idle_control()))
+                self._state, output = self._step(self._params, self._state, record)
+                self._pending.append(output)
+            if len(self._pending) < (2 if working else 1):
+                return []
+            return [self._deliver(commit) for commit in self._absorb(self._pending.popleft())]
+
+    def _absorb(self, output: TickOutput) -> Iterator[Commit]:
+        emission, generation, rows = self._read(output)
+        pipe = self.ring.pipe
+        for t, row in enumerate(rows.T):
+            self.timeline.append(Tick(tuple((t - rank) % pipe for rank in range(pipe)), tuple(int(n) for n in row)))
+        yield from self._scheduler.absorb(emission, generation)
+
+    def _read(self, output: TickOutput) -> tuple[Any, np.ndarray, np.ndarray]:
+        """Emission and generation of the last rank, [ticks, slots, …], and valid rows [pipe, ticks], on the host."""
+        if jax.process_count() > 1:
+            if self._gather is None:
+                everywhere = NamedSharding(self.mesh, PartitionSpec())
+                self._gather = jax.jit(lambda x: x, out_shardings=everywhere).lower(output).compile()
+            output = self._gather(output)
+        host = jax.device_get(output)
+        return jax.tree.map(lambda x: x[-1], host.emission), host.generation[-1], host.rows.sum(axis=2)
+
+    def _deliver(self, commit: Commit) -> tuple[Hashable, RoundOutput]:
+        entry, now = self._entries[commit.key], time.perf_counter()
+        kept = entry.tally.add(commit.tokens, commit.accepted, commit.verified, prefill=commit.prefill)
+        pieces = [entry.text.push(token) for token in commit.tokens]
+        if commit.prefill:
+            entry.first = now
+        if commit.finish_reason:
+            pieces[-1] += entry.text.flush()
+            self._finish(entry, commit.finish_reason)
+        output = RoundOutput(
+            index=entry.index, round=entry.tally.rounds, tokens=commit.tokens, pieces=tuple(pieces), accepted=kept,
+            verified=commit.verified, finish_reason=commit.finish_reason, request_id=commit.key,
+        )  # fmt: skip
+        entry.outputs.append(output)
+        return commit.key, output
+
+    def _finish(self, entry: _Entry, reason: str) -> None:
+        entry.finish_reason, entry.last = reason, time.perf_counter()
+
+    def _entry(self, request_id: Hashable) -> _Entry:
+        if request_id not in self._entries:
+            raise RequestError(
+                f"request_id {request_id!r} is unknown; expected one that submit returned and that was not read to its end"
+            )
+        return self._entries[request_id]
+
+
+def even_ranges(layers: int, pipe: int) -> Ranges:
+    """Contiguous ranges of as equal numbers of layers as possible. Raises ConfigError for more ranks than layers."""
+    if pipe > layers:
+        raise ConfigError(f"pipe is {pipe}; expected at most {layers}, the number of target layers")
+    edges = [round(i * layers / pipe) for i in range(pipe + 1)]
+    return tuple(zip(edges[:-1], edges[1:], strict=True))
+
+
+def _read(model: str | Path | LM, mesh: Mesh, dtype: Any) -> tuple[Any, Any, Any, Any]:
+    """Configurations, parameters on the host and tokenizer."""
+    if isinstance(model, LM):
+        return model.config, model.draft_config, jax.device_get(model._params), model.tokenizer
+    folder = model_folder(model)
+    default = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else jnp.bfloat16
+    host: Any = lambda path, array: array  # noqa: E731
+    read = read_checkpoint(folder, dtype=default if dtype is None else dtype, axis=EXPERT, place=host)
+    return read.config, read.draft, read.params, read_tokenizer(folder)
+
+
+def _completion(entry: _Entry, decode: Callable[[Sequence[int]], str]) -> Completion:
+    tally = entry.tally
+    return Completion(
+        prompt=entry.prompt if isinstance(entry.prompt, str) else entry.prompt_tokens,
+        prompt_tokens=entry.prompt_tokens,
+        tokens=tuple(tally.tokens),
+        text=decode(tally.tokens),
+        finish_reason=entry.finish_reason or "",
+        rounds=tally.rounds,
+        drafted=tuple(tally.drafted),
+        verified_by_position=tuple(tally.verified),
+        accepted_by_position=tuple(tally.accepted),
+        prefill_seconds=entry.first - entry.submitted,
+        seconds=entry.last - entry.submitted,
+    )
