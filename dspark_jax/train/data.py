@@ -3,10 +3,26 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from dspark_jax.errors import ConfigError
+
+
+class Batches(Protocol):
+    """What the training loop reads: int32 [batch, length + 1] tokens, a function of the step and `seed`."""
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    def at(self, step: int) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -54,6 +70,46 @@ class TokenStream:
         while True:
             yield self.at(step)
             step += 1
+
+
+@dataclass(frozen=True)
+class MixedStream:
+    """Batches whose first rows come from one stream and the others from a second one, every step in the same shares."""
+
+    first: TokenStream
+    second: TokenStream
+
+    def __post_init__(self) -> None:
+        if self.first.length != self.second.length:
+            raise ConfigError(
+                f"mixed data: lengths are {self.first.length} and {self.second.length}; expected equal ones"
+            )
+
+    @property
+    def length(self) -> int:
+        return self.first.length
+
+    @property
+    def batch(self) -> int:
+        return self.first.batch + self.second.batch
+
+    @property
+    def seed(self) -> int:
+        return self.first.seed
+
+    def at(self, step: int) -> np.ndarray:
+        """int32 [batch, length + 1]: the batch of `step`."""
+        return np.concatenate([self.first.at(step), self.second.at(step)])
+
+
+def mix(first: np.ndarray, second: np.ndarray, share: float, length: int, batch: int, seed: int) -> Batches:
+    """Batches of two token streams with `share` of the rows (rounded) from the second; one stream alone at 0 and 1."""
+    if not 0 <= share <= 1:
+        raise ConfigError(f"mixed data: share is {share}; expected 0 to 1")
+    rows = round(share * batch)
+    if rows in (0, batch):
+        return TokenStream(second if rows else first, length, batch, seed)
+    return MixedStream(TokenStream(first, length, batch - rows, seed), TokenStream(second, length, rows, seed))
 
 
 def load_tokens(path: Path, vocab_size: int) -> np.ndarray:

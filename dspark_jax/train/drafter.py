@@ -109,7 +109,7 @@ def drafter_step(
         (_, (losses, moe)), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
-        metrics = {**losses._asdict(), "loss": losses.total, "grad_norm": optax.global_norm(grads)}
+        metrics = {**losses._asdict(), "loss": losses.total, "grad_norm": optax.tree.norm(grads)}
         return TrainState(params, balance(state.fixed, moe, bias_rate), opt_state, state.step + 1), metrics
 
     return jax.jit(step, donate_argnums=0)

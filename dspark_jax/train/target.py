@@ -1,5 +1,6 @@
 """Pre-training of a target: next-token loss, the indexer's own loss, and balanced experts."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from dspark_jax.train.balance import load_spread, update_bias
 from dspark_jax.train.losses import indexer_loss, next_token_loss
 
 Metrics = dict[str, Float32[Array, ""]]
+Run = Callable[..., tuple["TrainState", Metrics]]
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class TargetStep:
 
     def __init__(self, graph: nnx.GraphDef, optimizer: optax.GradientTransformation, rules: TargetRules):
         self.graph, self.optimizer, self.rules = graph, optimizer, rules
-        self.dense = jax.jit(partial(self._step, select="all"), donate_argnums=0)
-        self.sparse = jax.jit(partial(self._step, select="indexer"), donate_argnums=0)
+        self.dense: Run = jax.jit(partial(self._step, select="all"), donate_argnums=0)
+        self.sparse: Run = jax.jit(partial(self._step, select="indexer"), donate_argnums=0)
 
     def __call__(self, state: TrainState, tokens: Int[Array, "B T1"], index: int) -> tuple[TrainState, Metrics]:
         return (self.dense if index < self.rules.dense_steps else self.sparse)(state, tokens)
@@ -80,7 +82,7 @@ class TargetStep:
         metrics = {
             "loss": loss,
             "indexer_kl": kl,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "expert_imbalance": jnp.mean(jnp.stack([load_spread(aux) for aux in moe])),
         }
         return TrainState(params, fixed, opt_state, state.step + 1), metrics
