@@ -1,5 +1,6 @@
 """Models that the tests of the Python interface and of the command line share; their programs compile once."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from dspark_jax import LM, load
 from dspark_jax.checkpoint.writer import write_checkpoint
 from dspark_jax.testing import LookupTarget
-from helpers.goldens import Golden, load_golden
+from helpers.checkpoints import random_params
 from helpers.lookup_lm import agreeing, alphabet, lookup_lm, noisy
+from helpers.micro import MICRO, MICRO_DRAFT
 
 
 @pytest.fixture(scope="session")
@@ -26,19 +28,30 @@ def babbling() -> LM:
     return lookup_lm(target, noisy(target), chunk=4)
 
 
-@pytest.fixture(scope="session")
-def golden() -> Golden:
-    return load_golden(Path(__file__).parent.parent / "data" / "v4_tiny_goldens.npz")
+@dataclass(frozen=True)
+class Tiny:
+    """A real model: every kind of compressed layer, a hash table, one draft stage of three drafts."""
+
+    config = replace(MICRO, vocab_size=12, max_position_embeddings=256)
+    draft = replace(MICRO_DRAFT, noise_token_id=11, block_size=3)
+
+    def params(self) -> nnx.State:
+        return random_params(self.config, self.draft)
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(golden: Golden, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The golden model as a checkpoint folder, its tokenizer one token a character."""
+def tiny_model() -> Tiny:
+    return Tiny()
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tiny_model: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model as a checkpoint folder, its tokenizer one token a character."""
     folder = tmp_path_factory.mktemp("tiny")
-    params = nnx.split(golden.model())[1]
-    write_checkpoint(folder, golden.config, golden.draft, params, dtype="float32")
-    characters = ["<bos>", "<eos>", *(chr(c) for c in range(ord("A"), ord("A") + golden.config.vocab_size - 2))]
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="A"))
+    write_checkpoint(folder, tiny_model.config, tiny_model.draft, tiny_model.params(), dtype="float32")
+    letters = [chr(ord("A") + i) for i in range(tiny_model.config.vocab_size - 2)]
+    vocabulary = {text: i for i, text in enumerate(["<bos>", "<eos>", *letters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="A"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<bos>", "<eos>"])

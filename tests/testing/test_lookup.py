@@ -1,16 +1,16 @@
 """The look-up-table models by themselves and through the real decoding round."""
 
-import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.decode.round import init_state, rounds, tick
+from dspark_jax.decode.round import init_state, tick
 from dspark_jax.decode.rows import padded_rows
 from dspark_jax.decode.sampling import SamplingParams, SamplingState
-from dspark_jax.decode.state import WorkItem
+from dspark_jax.decode.state import WorkItem, decode_item
 from dspark_jax.testing import LookupDrafter, LookupTarget
 from helpers.sampling_reference import reference_law, softmax
 from helpers.speculation import state
@@ -20,13 +20,18 @@ VOCAB = 4
 TARGET = LookupTarget.random(VOCAB, seed=3)
 
 
+# Jitted: eager code would compile an operation at a time.
+_rows = jax.jit(padded_rows)
+_forward = jax.jit(lambda target, rows, cache: target.forward(rows, cache))
+
+
 def rows(tokens, start, count):
-    return padded_rows(jnp.asarray(tokens, jnp.int32), jnp.asarray(start, jnp.int32), jnp.asarray(count, jnp.int32))
+    return _rows(*(np.array(x, np.int32) for x in (tokens, start, count)))
 
 
 def test_forward_looks_up_the_table():
     item = rows([[1, 3], [2, 0]], [0, 5], [2, 1])
-    hidden, context, _ = TARGET.forward(item, TARGET.init_cache(2, 8, 2))
+    hidden, context, _ = _forward(TARGET, item, TARGET.init_cache(2, 8, 2))
     np.testing.assert_array_equal(TARGET.logits(hidden)[:3], TARGET.table[jnp.array([1, 3, 2])])
     np.testing.assert_array_equal(context[:3].argmax(-1), [1, 3, 2])
     assert not np.asarray(hidden[3]).any() and not np.asarray(context[3]).any()  # padding
@@ -36,14 +41,14 @@ def test_forward_looks_up_the_table():
 def test_b37_order_two_reads_its_cache_and_forgets_rejected_rows():
     target = LookupTarget.random(VOCAB, order=2)
     cache = target.init_cache(1, 8, 3)
-    _, _, cache = target.forward(rows([[1, 2, 3]], [0], [3]), cache)  # 2 and 3 are drafts that fail
-    hidden, _, cache = target.forward(rows([[0, 1, 1]], [1], [2]), cache)
+    _, _, cache = _forward(target, rows([[1, 2, 3]], [0], [3]), cache)  # 2 and 3 are drafts that fail
+    hidden, _, cache = _forward(target, rows([[0, 1, 1]], [1], [2]), cache)
     np.testing.assert_array_equal(hidden[0], target.table[1, 0])
     np.testing.assert_array_equal(hidden[1], target.table[0, 1])
     np.testing.assert_allclose(target.law([1, 0]), softmax(hidden[0]))
     np.testing.assert_allclose(target.law([2]), softmax(target.table[0, 2]))
     # A hole in front of a row is an error that shows.
-    hidden, _, _ = target.forward(rows([[1, 0, 0]], [6], [1]), cache)
+    hidden, _, _ = _forward(target, rows([[1, 0, 0]], [6], [1]), cache)
     assert np.isnan(hidden[0]).all()
 
 
@@ -68,7 +73,8 @@ def test_proposal_follows_the_tables():
 def test_confidence_sees_the_token_before_and_not_the_token_itself():
     drafter = LookupDrafter.random(VOCAB, 2).replace(confidence_table=jnp.arange(8.0).reshape(2, VOCAB))
     n = 50
-    proposal = drafter.propose(jnp.full(n, 3), jnp.zeros(n, jnp.int32), jnp.ones(n, bool), state(n), None)
+    inputs = np.full(n, 3, np.int32), np.zeros(n, np.int32), np.ones(n, bool), state(n), None
+    proposal = jax.jit(drafter.propose)(*inputs)
     np.testing.assert_array_equal(proposal.confidence[:, 0], 3.0)
     np.testing.assert_array_equal(proposal.confidence[:, 1], 4.0 + proposal.tokens[:, 0])
 
@@ -97,9 +103,9 @@ def test_acceptance_curve_refuses_what_no_drafter_can_do():
 def test_context_remembers_the_committed_rows_only():
     drafter = LookupDrafter.random(VOCAB, 2)
     item = rows([[1, 2, 3], [3, 0, 0], [1, 1, 1]], [4, 0, 2], [3, 1, 0])
-    _, context, _ = TARGET.forward(item, TARGET.init_cache(3, 8, 3))
+    _, context, _ = _forward(TARGET, item, TARGET.init_cache(3, 8, 3))
     keep = jnp.array([[True, True, False], [True, True, True], [True, True, True]]).reshape(-1)
-    cache = drafter.write_context(context, item, keep, drafter.init_cache(3))
+    cache = jax.jit(drafter.write_context)(context, item, keep, drafter.init_cache(3))
     assert cache.length.tolist() == [6, 1, 0] and cache.token.tolist() == [2, 3, 0]
 
 
@@ -108,20 +114,33 @@ def test_context_remembers_the_committed_rows_only():
 MAX_LEN = 16
 
 
-@functools.partial(jax.jit, static_argnames=("count", "max_len"))
+_tick = jax.jit(tick, static_argnames="max_len")
+_item = jax.jit(decode_item, static_argnames="gamma")
+
+
 def _generate(target, drafter, prompt, sampling, count, max_len=MAX_LEN):
-    """Prefill of `prompt` [R, n] and `count` decoding rounds: the last state, and the emissions of every step."""
-    slots, width = prompt.shape
-    start = init_state(target, drafter, slots, max_len)
-    start = start.replace(requests=start.requests.replace(
-        sampling=sampling, max_tokens=jnp.full((slots,), max_len, jnp.int32)
-    ))  # fmt: skip
-    zero = jnp.zeros((slots,), jnp.int32)
-    item = WorkItem(prompt, zero, zero + width, zero, jnp.ones((slots,), bool))
-    after, first = tick(target, drafter, start, item, max_len)
-    after, emission = rounds(target, drafter, after, max_len, count)
-    every = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, emission)
-    return after, every
+    """The last state, and the emissions of every step from the prompt's last chunk on. `prompt` [R, n].
+
+    Its chunks are as wide as a block, so that prompt and rounds are one compiled program.
+    """
+    prompt = np.asarray(prompt, np.int32)
+    slots, length = prompt.shape
+    gamma = drafter.block_size if drafter else 0
+    after = init_state(target, drafter, slots, max_len)
+    own = {"sampling": sampling, "max_tokens": np.full(slots, max_len, np.int32)}
+    after = replace(after, requests=replace(after.requests, **own))
+    for start in range(0, length, gamma + 1):
+        part = prompt[:, start : start + gamma + 1]
+        token = np.pad(part, ((0, 0), (0, gamma + 1 - part.shape[1])))
+        begin, taken = np.full(slots, start, np.int32), np.full(slots, part.shape[1], np.int32)
+        final = np.full(slots, start + gamma + 1 >= length)
+        item = WorkItem(*map(jnp.asarray, (token, begin, taken, 0 * begin, final)))
+        after, emission = _tick(target, drafter, after, item, max_len=max_len)
+    every = [emission]
+    for _ in range(count):
+        after, emission = _tick(target, drafter, after, _item(after.requests, gamma=gamma), max_len=max_len)
+        every.append(emission)
+    return after, jax.tree.map(lambda *x: np.stack(x), *every)
 
 
 def texts(every) -> list[list[int]]:
