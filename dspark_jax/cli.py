@@ -11,14 +11,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dspark_jax import __version__
+from dspark_jax.cli_bench import app as bench_app
+from dspark_jax.cli_devices import EmulateOption, MeshOption, chosen_mesh, stage_ranges
 from dspark_jax.cli_eplb import app as eplb_app
 from dspark_jax.cli_guard import INTERRUPTED, guarded
-from dspark_jax.errors import RequestError
+from dspark_jax.cli_mesh import plan_stages
+from dspark_jax.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from dspark_jax.api import LM
+    from dspark_jax.cli_engine import EngineRunner
     from dspark_jax.decode.sampling import SamplingParams
+    from dspark_jax.parallel.mesh_config import MeshConfig
     from dspark_jax.results import Completion
+
+    Generator = LM | EngineRunner
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -27,6 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(eplb_app, name="eplb")
+app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:
@@ -72,6 +82,8 @@ def generate(
     seed: Annotated[int, typer.Option(help="Fixes every random draw.")] = 0,
     compare: Annotated[bool, typer.Option("--compare", help="Decode without the drafter too, and compare.")] = False,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Decode without the drafter.")] = False,
+    mesh: MeshOption = None,
+    emulate_devices: EmulateOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     no_color: Annotated[bool, typer.Option("--no-color", help="No colours.")] = False,
 ) -> None:
@@ -81,13 +93,12 @@ def generate(
         raise RequestError(
             "--compare sets the drafter against plain decoding: it cannot go with --no-draft; remove one"
         )
-    from dspark_jax.api import load
     from dspark_jax.decode.sampling import SamplingParams
     from dspark_jax.errors import raise_all
 
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
     raise_all(RequestError, "sampling parameters", params.faults())
-    lm = load(model)
+    lm = _generator(model, *chosen_mesh(mesh, emulate_devices))
     if compare and lm.draft_config is None:
         raise RequestError(f"--compare needs a drafter, and the model {model!r} has none; remove --compare")
     if as_json:
@@ -108,6 +119,8 @@ def evaluate(
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this mass; 1 is off.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the first prompt; prompt i has seed + i.")] = 0,
     batch: Annotated[int, typer.Option(help="Prompts decoded side by side.")] = 8,
+    mesh: MeshOption = None,
+    emulate_devices: EmulateOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Measure the drafter: tokens a round and acceptance, with and without its sequential head; compare the texts."""
@@ -120,7 +133,13 @@ def evaluate(
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
     raise_all(RequestError, "sampling parameters", params.faults())
     chosen = evaluation.read_prompts(prompts, kind)
-    lm = load(model)
+    shape, devices = chosen_mesh(mesh, emulate_devices)
+    if shape.pipe > 1:
+        raise ConfigError(
+            f"evaluate works on one pipeline rank, and mesh {shape} has pipe = {shape.pipe}; use 1x{shape.devices}, or"
+            f" `dspark-jax bench serve --mesh {shape}`, which reports tokens a round on any mesh"
+        )
+    lm = load(model, mesh=devices)
     display = Display()
     with display.waiting("evaluating"):
         found = evaluation.evaluate(lm, chosen, params, batch=batch)
@@ -130,6 +149,17 @@ def evaluate(
         print(json.dumps({**settings, "results": [e.as_dict() for e in found]}))
     else:
         display.evaluation(found)
+
+
+def _generator(model: str, shape: "MeshConfig", mesh: "Mesh | None") -> "Generator":
+    """The batch interface on one pipeline rank, an engine on several."""
+    if mesh is None or shape.pipe == 1:
+        from dspark_jax.api import load
+
+        return load(model, mesh=mesh)
+    from dspark_jax.cli_engine import EngineRunner
+
+    return EngineRunner(model, mesh, stage_ranges(shape, model))
 
 
 def _prompt_text(prompt: str | None, path: Path | None) -> str:
@@ -148,13 +178,13 @@ def _prompt_text(prompt: str | None, path: Path | None) -> str:
         raise RequestError(f"--prompt-file {str(path)!r} cannot be read: {error.strerror}; check the path") from None
 
 
-def _modes(lm: "LM", draft: bool, compare: bool) -> tuple[bool, list[bool]]:
+def _modes(lm: "Generator", draft: bool, compare: bool) -> tuple[bool, list[bool]]:
     """Whether the main run drafts, and every mode that will run."""
     draft = draft and lm.draft_config is not None
     return draft, [draft, False] if compare else [draft]
 
 
-def _generate_json(lm: "LM", prompt: str, params: "SamplingParams", draft: bool, compare: bool) -> None:
+def _generate_json(lm: "Generator", prompt: str, params: "SamplingParams", draft: bool, compare: bool) -> None:
     draft, modes = _modes(lm, draft, compare)
     compile_seconds = lm.compile([prompt], params, speculate=modes)
     result = lm.generate([prompt], params, speculate=draft)[0]
@@ -194,7 +224,7 @@ def summary(
 
 
 def _generate_shown(
-    lm: "LM", prompt: str, params: "SamplingParams", draft: bool, compare: bool, no_color: bool
+    lm: "Generator", prompt: str, params: "SamplingParams", draft: bool, compare: bool, no_color: bool
 ) -> None:
     from dspark_jax.cli_display import Display
 
@@ -213,6 +243,8 @@ def _generate_shown(
     if plain is not None:
         display.verdict(result, plain, params.temperature, lm.decode)
 
+
+app.command("plan-stages")(plan_stages)
 
 if __name__ == "__main__":
     main()

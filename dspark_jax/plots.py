@@ -1,4 +1,4 @@
-"""Plots of decoding rounds. matplotlib is imported when the first one is drawn: `pip install dspark-jax[notebooks]`."""
+"""Plots of decoding rounds and of the pipeline; matplotlib (`pip install dspark-jax[notebooks]`) is imported late."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,8 @@ from dspark_jax.trace import RoundTrace, shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from dspark_jax.serve.engine import Tick
 
 Decode = Callable[[Sequence[int]], str]
 TARGET, DRAFTER, REJECTED, MUTED = "#1f5fa8", "#2f9e62", "#c44536", "#b5b5b5"
@@ -89,4 +91,29 @@ def plot_acceptance(rates: dict[str, Sequence[float | None]]) -> "Figure":
     axes.set(ylim=(0, 1.02), xlabel="draft position", ylabel="acceptance")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
+def plot_timeline(ticks: Sequence["Tick"]) -> "Figure":
+    """The pipeline, rank by tick: the colour is the microbatch that the rank worked on, bubbles are blank.
+
+    `ticks` are consecutive ones of an engine's `timeline`. Raises RequestError if there is none.
+    """
+    if not ticks:
+        raise RequestError("ticks is empty; expected at least one tick of an engine's timeline")
+    rows = np.array([tick.rows for tick in ticks]).T
+    microbatch = np.ma.masked_where(rows == 0, np.array([tick.microbatch for tick in ticks]).T)
+    pipe, count = rows.shape
+    figure, axes = _figure(min(3 + count / 16, 14), 1.2 + 0.4 * pipe)
+    from matplotlib import colormaps
+    from matplotlib.patches import Patch
+
+    colors = colormaps["viridis"].resampled(pipe)
+    axes.imshow(microbatch, aspect="auto", interpolation="nearest", cmap=colors, vmin=-0.5, vmax=pipe - 0.5)
+    axes.set_yticks(range(pipe))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    busy = ", ".join(f"{share:.0%}" for share in (rows > 0).mean(axis=1))
+    axes.set(xlabel="tick", ylabel="pipe rank", title=f"{count} ticks; ranks busy {busy}")
+    labels = [Patch(color=colors(m), label=f"microbatch {m}") for m in range(pipe)]
+    axes.legend(handles=labels, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     return figure

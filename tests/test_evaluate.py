@@ -153,7 +153,7 @@ def run(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_command_line(spelling: LM, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("dspark_jax.api.load", lambda *_: spelling)
+    monkeypatch.setattr("dspark_jax.api.load", lambda *_, **__: spelling)
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"kind": "x", "prompt": "abc"}\n\n{"kind": "y", "prompt": "d"}\n')
     code, out, err = run(monkeypatch, capsys, "--prompts", str(path), "--max-tokens", "26", "--json")
@@ -174,7 +174,7 @@ def test_differences_are_printed(spelling: LM, monkeypatch, capsys, tmp_path):
         return [dataclasses.replace(r, tokens=(5, *r.tokens[1:])) for r in results] if speculate else results
 
     monkeypatch.setattr(spelling, "generate", crooked)
-    monkeypatch.setattr("dspark_jax.api.load", lambda *_: spelling)
+    monkeypatch.setattr("dspark_jax.api.load", lambda *_, **__: spelling)
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "abc"}')
     code, out, _ = run(monkeypatch, capsys, "--prompts", str(path), "--max-tokens", "6")

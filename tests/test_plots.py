@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dspark_jax import RequestError, plots
+from dspark_jax.serve.engine import Tick
 from dspark_jax.testing import DummyTokenizer
 from dspark_jax.trace import RoundTrace
 
@@ -94,10 +95,34 @@ def test_plot_acceptance():
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b"]
 
 
+def test_plot_timeline_has_a_colour_for_every_microbatch_and_none_for_a_bubble():
+    ticks = [Tick(((t % 3), (t - 1) % 3, (t - 2) % 3), (4, t % 2, 0 if t < 2 else 7)) for t in range(6)]
+    (axes,) = plots.plot_timeline(ticks).axes
+    shown = axes.images[0].get_array()
+    assert shown.shape == (3, 6)
+    for t, tick in enumerate(ticks):
+        for rank in range(3):
+            assert shown.mask[rank, t] == (tick.rows[rank] == 0)
+            assert shown.mask[rank, t] or shown[rank, t] == tick.microbatch[rank]
+    image = axes.images[0]
+    drawn = [tuple(image.cmap(image.norm(m))) for m in range(3)]
+    assert len(set(drawn)) == 3 and image.cmap(np.ma.masked)[3] == 0  # nothing is painted there
+    legend = axes.get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == [f"microbatch {m}" for m in range(3)]
+    assert [tuple(patch.get_facecolor()) for patch in legend.get_patches()] == drawn
+    assert axes.get_title() == "6 ticks; ranks busy 100%, 50%, 67%"
+    assert axes.get_ylim() == (2.5, -0.5)  # the first rank on top
+
+
+def test_plot_timeline_without_a_tick():
+    with pytest.raises(RequestError, match="ticks is empty"):
+        plots.plot_timeline([])
+
+
 def test_every_plot_can_be_saved():
     shown = trace(2)
     every = [plots.plot_round(shown, decode), plots.plot_laws(shown, 2, decode), plots.plot_confidence([shown])]
-    for figure in [*every, plots.plot_acceptance({"a": (1.0, 0.5)})]:
+    for figure in [*every, plots.plot_acceptance({"a": (1.0, 0.5)}), plots.plot_timeline([Tick((0,), (1,))])]:
         file = io.BytesIO()
         figure.savefig(file, format="png")
         assert file.getvalue().startswith(b"\x89PNG")

@@ -19,6 +19,7 @@ from dspark_jax.checkpoint.reader import read_checkpoint, read_tokenizer
 from dspark_jax.decode.sampling import SamplingParams
 from dspark_jax.errors import ConfigError, RequestError, raise_all
 from dspark_jax.parallel.mesh import EXPERT, PIPE, make_mesh
+from dspark_jax.parallel.planner import given_stages, plan_stages
 from dspark_jax.parallel.ring import Ring, RingConfig, TickOutput
 from dspark_jax.parallel.stage import PipelineSpec, Ranges
 from dspark_jax.requests import Params, Prompt, RequestReader
@@ -62,7 +63,8 @@ class Engine:
     Args:
       model: a shipped model's name, a checkpoint folder, or an `LM` (its weights are laid out anew for the mesh).
       mesh: from `make_mesh`; one device by default.
-      stages: the half-open range of target layers of every pipe rank; by default equal numbers of layers.
+      stages: layers of every pipe rank: half-open ranges, "0-20,21-42" or "21,22"; by default the planner's
+        (`parallel.planner`), for full batches at `max_len`.
       slots: requests decoded side by side, a multiple of pipe × expert; 8 of them for every one of those by default.
       dtype: of weights and activations; float32 on a CPU and bfloat16 elsewhere by default.
       max_len: most positions of a request, prompt included; by default the model's, at most 4096.
@@ -78,7 +80,7 @@ class Engine:
         model: str | Path | LM,
         *,
         mesh: Mesh | None = None,
-        stages: Ranges | None = None,
+        stages: str | Ranges | None = None,
         slots: int | None = None,
         dtype: jax.typing.DTypeLike | None = None,
         max_len: int | None = None,
@@ -94,9 +96,21 @@ class Engine:
         config, draft, params, tokenizer = _read(model, mesh, dtype)
         limit = config.max_position_embeddings
         self.max_len = int(min(limit, 4096) if max_len is None else max_len)
-        ranges = even_ranges(config.num_hidden_layers, pipe) if stages is None else stages
-        activations = jax.tree.leaves(params["target"]["embed"])[0].dtype
-        spec = PipelineSpec(config, draft if speculate else None, ranges, expert, activations)
+        draft = draft if speculate else None
+        activations = jnp.dtype(jax.tree.leaves(params["target"]["embed"])[0].dtype)
+        # The ring refuses wrong sizes by their names here; the plan only needs possible ones.
+        load: dict[str, Any] = {
+            "rows": per_batch * (draft.block_size + 1 if draft else 1),
+            "context": min(max(self.max_len, 2), limit),
+            "expert": expert,
+            "chunk": max(chunk, 1),
+            "dtype": activations.name,
+        }
+        if stages is None:
+            self.plan = plan_stages(config, draft, pipe, **load)
+        else:
+            self.plan = given_stages(config, draft, stages, pipe, **load)
+        spec = PipelineSpec(config, draft, self.plan.ranges, expert, activations)
         self.ring = Ring(spec, params, mesh, RingConfig(per_batch, self.max_len, chunk, rounds_per_call))
         self.mesh, self.config, self.draft_config, self.tokenizer = mesh, config, spec.draft, as_tokenizer(tokenizer)
         self.gamma = spec.gamma
@@ -279,14 +293,6 @@ class Engine:
                 f"request_id {request_id!r} is unknown; expected one that submit returned and that was not read to its end"
             )
         return self._entries[request_id]
-
-
-def even_ranges(layers: int, pipe: int) -> Ranges:
-    """Contiguous ranges of as equal numbers of layers as possible. Raises ConfigError for more ranks than layers."""
-    if pipe > layers:
-        raise ConfigError(f"pipe is {pipe}; expected at most {layers}, the number of target layers")
-    edges = [round(i * layers / pipe) for i in range(pipe + 1)]
-    return tuple(zip(edges[:-1], edges[1:], strict=True))
 
 
 def _read(model: str | Path | LM, mesh: Mesh, dtype: Any) -> tuple[Any, Any, Any, Any]:

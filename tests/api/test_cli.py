@@ -22,7 +22,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
 
     def go(*arguments: str, lm: LM | None = None):
         if lm is not None:
-            monkeypatch.setattr("dspark_jax.api.load", lambda *_: lm)
+            monkeypatch.setattr("dspark_jax.api.load", lambda *_, **__: lm)
         monkeypatch.setattr(sys, "argv", ["dspark-jax", *arguments])
         with pytest.raises(SystemExit) as stop:
             cli.main()

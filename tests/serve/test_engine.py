@@ -13,7 +13,7 @@ from dspark_jax.decode.sampling import SamplingParams
 from dspark_jax.errors import ConfigError, RequestError
 from dspark_jax.parallel.mesh import make_mesh
 from dspark_jax.parallel.ring import Ring
-from dspark_jax.serve.engine import Engine, even_ranges
+from dspark_jax.serve.engine import Engine
 from helpers.mesh_model import GAMMA, MAX_LEN, VOCAB, engine, lm
 
 MESHES = [
@@ -258,17 +258,13 @@ def test_an_id_in_use_is_refused():
     [
         ({"mesh": (2, 2), "slots": 6}, "slots is 6; expected a positive multiple of pipe × expert = 4"),
         ({"mesh": (1, 1), "slots": 0}, "slots is 0"),
-        ({"mesh": (5, 1)}, "pipe is 5; expected at most 4"),
+        ({"mesh": (5, 1)}, "5 pipe ranks for 4 layers; expected at most one rank a layer"),
         ({"mesh": (1, 3), "slots": 3}, "expert is 3; expected a divisor of the model's 8 routed experts"),
-        ({"mesh": (2, 1), "stages": ((0, 2), (3, 4))}, r"cover \[0, 4\)"),
-        ({"mesh": (1, 1), "max_len": 1000}, "max_len is 1000"),
+        ({"mesh": (2, 1), "stages": ((0, 2), (3, 4))}, "layers 2-2 in front of rank 1 are on no rank"),
+        ({"mesh": (2, 1), "stages": "0-4,3"}, "mixes layer ranges and layer counts"),
+        ({"mesh": (1, 1), "max_len": 1000}, "max_len is 1000; expected 2 … 64"),
     ],
 )
 def test_an_impossible_engine_is_refused(arguments, words):
     with pytest.raises(ConfigError, match=words):
         Engine(lm(), **arguments | {"mesh": make_mesh(*arguments["mesh"])})
-
-
-def test_even_ranges():
-    assert even_ranges(43, 2) == ((0, 22), (22, 43))
-    assert even_ranges(4, 4) == ((0, 1), (1, 2), (2, 3), (3, 4))

@@ -1,0 +1,71 @@
+"""`dspark-jax generate` on several pipeline ranks: engines behind the calls of `LM` that the command uses."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from jax.sharding import Mesh
+
+from dspark_jax.config import DraftConfig
+from dspark_jax.decode.sampling import SamplingParams
+from dspark_jax.parallel.mesh import EXPERT, PIPE
+from dspark_jax.parallel.stage import Ranges
+from dspark_jax.requests import Prompt, RequestReader
+from dspark_jax.results import Completion, RoundOutput
+from dspark_jax.serve.engine import Engine
+
+
+class EngineRunner:
+    """Generates on a mesh; drafting and plain decoding are two programs, so each has an engine, made when needed.
+
+    Args:
+      model: a shipped model's name, or a checkpoint folder.
+      mesh: from `make_mesh`.
+      stages: the half-open range of target layers of every pipe rank; by default the engine's choice.
+    """
+
+    def __init__(self, model: str, mesh: Mesh, stages: Ranges | None = None):
+        self.model, self.mesh, self.stages = model, mesh, stages
+        self._engines: dict[bool, Engine] = {}
+
+    def _engine(self, speculate: bool) -> Engine:
+        if speculate not in self._engines:
+            slots = self.mesh.shape[PIPE] * self.mesh.shape[EXPERT]  # the fewest
+            self._engines[speculate] = Engine(
+                self.model, mesh=self.mesh, stages=self.stages, slots=slots, speculate=speculate
+            )
+        return self._engines[speculate]
+
+    @property
+    def draft_config(self) -> DraftConfig | None:
+        """The model's drafter."""
+        return self._engine(True).draft_config
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids."""
+        return next(iter(self._engines.values())).decode(ids)
+
+    def compile(self, prompts: Sequence[Prompt], params: SamplingParams, *, speculate: Iterable[bool]) -> float:
+        """Checks the request, then compiles every mode; returns the seconds that compilation took."""
+        engines = [self._engine(mode) for mode in speculate]
+        for engine in engines:
+            RequestReader(engine.config, engine.tokenizer, engine.max_len).read(prompts, params, False)
+        return sum(engine.warmup() for engine in engines)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        speculate: bool,
+        on_round: Callable[[RoundOutput], None] | None = None,
+    ) -> list[Completion]:
+        """Answers every prompt; `on_round` gets what a round commits, as it arrives."""
+        engine = self._engine(speculate)
+        keys = [engine.submit(prompt, params) for prompt in prompts]
+        running = set(keys)
+        while running:
+            for key, output in engine.step():
+                if on_round:
+                    on_round(output)
+                if output.finish_reason:
+                    running.discard(key)
+        return [engine.result(key) for key in keys]
