@@ -18,7 +18,10 @@ RNG = np.random.default_rng(3)
 HIDDEN = RNG.normal(size=(ROWS, GAMMA, MICRO.hidden_size)).astype(np.float32)
 ANCHOR = RNG.integers(0, MICRO.vocab_size, ROWS).astype(np.int32)
 # Greedy, sampled, and truncated rows.
-SAMPLING = [SamplingParams(t, k, p, seed=i) for i, (t, k, p) in enumerate([(0, 0, 1), (1, 0, 1), (0.7, 3, 1), (1.5, 0, 0.8), (1, 2, 0.9), (0, 0, 1)])]  # fmt: skip
+SAMPLING = [
+    SamplingParams(t, k, p, seed=i)
+    for i, (t, k, p) in enumerate([(0, 0, 1), (1, 0, 1), (0.7, 3, 1), (1.5, 0, 0.8), (1, 2, 0.9), (0, 0, 1)])
+]
 
 
 def sigmoid(x):

@@ -33,7 +33,9 @@ def reference(x, ids, weights, limit):
 
 @pytest.mark.parametrize("limit", [0.0, 0.8])
 def test_against_the_loop(limit):
-    np.testing.assert_allclose(mlp(X, IDS, WEIGHTS, W1, W3, W2, limit=limit), reference(X, IDS, WEIGHTS, limit), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        mlp(X, IDS, WEIGHTS, W1, W3, W2, limit=limit), reference(X, IDS, WEIGHTS, limit), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_the_gate_is_clamped_above_only_and_the_other_factor_on_both_sides():
@@ -48,7 +50,9 @@ def test_ids_out_of_range_contribute_nothing():
     """A rank holds some of the experts and gets local ids; padded rows have -1."""
     ids = IDS.copy()
     ids[0], ids[1, 1], ids[2, 0], ids[3, 2] = -1, EXPERTS, -7, 10**6
-    np.testing.assert_allclose(mlp(X, ids, WEIGHTS, W1, W3, W2, limit=0.8), reference(X, ids, WEIGHTS, 0.8), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        mlp(X, ids, WEIGHTS, W1, W3, W2, limit=0.8), reference(X, ids, WEIGHTS, 0.8), rtol=1e-5, atol=1e-5
+    )
     assert not np.asarray(mlp(X, ids, WEIGHTS, W1, W3, W2, limit=0.8))[0].any()
 
 

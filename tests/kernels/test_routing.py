@@ -35,9 +35,7 @@ def check(routing, expected) -> None:
 
 def test_worked_numbers():
     logits = jnp.array([[2.0, 0.0, -1.0, 1.0], [5.0, 4.0, 3.0, 2.0], [np.nan] * 4])
-    routing = route(
-        logits, top_k=2, scale=1.5, valid=jnp.array([True, False, False]), bias=jnp.array([0.0, 0.0, 0.9, -0.5])
-    )
+    routing = route(logits, top_k=2, scale=1.5, valid=jnp.array([True, False, False]), bias=jnp.array([0.0, 0.0, 0.9, -0.5]))
     assert routing.ids.tolist() == [[2, 0], [-1, -1], [-1, -1]]
     np.testing.assert_allclose(routing.weights, [[0.416009, 1.083991], [0, 0], [0, 0]], atol=1e-6)
 
@@ -51,7 +49,9 @@ def test_scored_routing(bias):
 
 def test_hash_routing_keeps_the_given_order_and_ignores_the_scores():
     ids = RNG.permuted(np.tile(np.arange(EXPERTS), (ROWS, 1)), axis=1)[:, :K]
-    check(route(LOGITS, top_k=K, scale=SCALE, valid=jnp.asarray(VALID), ids=jnp.asarray(ids)), reference(LOGITS, VALID, ids=ids))
+    check(
+        route(LOGITS, top_k=K, scale=SCALE, valid=jnp.asarray(VALID), ids=jnp.asarray(ids)), reference(LOGITS, VALID, ids=ids)
+    )
 
 
 def test_ties_go_to_the_lowest_id():

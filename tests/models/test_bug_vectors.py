@@ -64,7 +64,7 @@ def test_b18_rows_of_a_block_see_each_other_in_both_directions(block_hidden):
     plain, nudged = (np.asarray(block_hidden(delta, *inputs)) for delta in (0 * last, last))
     assert (np.abs(nudged - plain).max(axis=2) > 1e-3).all()  # every row of every block
     # Another request's rows do not: the blocks of a batch are apart.
-    anchor, *rest = inputs
+    _anchor, *rest = inputs
     other = np.asarray(block_hidden(0 * last, np.array([0, 1, 2, 0], np.int32), *rest))
     np.testing.assert_array_equal(other[:3], plain[:3])
     assert np.abs(other[3] - plain[3]).max() > 1e-3
@@ -111,13 +111,22 @@ def test_b21_the_block_begins_at_the_committed_length():
     state = decode_round.init_state(target, drafter, slots=1, max_len=64)
     drafts = jnp.array([[3, 7, 7, 7]])  # behind 2: one right, three wrong
     requests = state.requests.replace(
-        length=jnp.array([29]), anchor=jnp.array([2]), drafts=drafts, num_drafts=jnp.array([4]),
-        active=jnp.array([True]), max_tokens=jnp.array([50]), draft_logits=jnp.zeros((1, 4, 8), jnp.bfloat16),
-    )  # fmt: skip
+        length=jnp.array([29]),
+        anchor=jnp.array([2]),
+        drafts=drafts,
+        num_drafts=jnp.array([4]),
+        active=jnp.array([True]),
+        max_tokens=jnp.array([50]),
+        draft_logits=jnp.zeros((1, 4, 8), jnp.bfloat16),
+    )
     state = state.replace(requests=requests)
     item = WorkItem(
-        token=jnp.array([[2, 3, 7, 7, 7]]), start=jnp.array([29]), count=jnp.array([5]), verify=jnp.array([4]), final=jnp.array([True])
-    )  # fmt: skip
+        token=jnp.array([[2, 3, 7, 7, 7]]),
+        start=jnp.array([29]),
+        count=jnp.array([5]),
+        verify=jnp.array([4]),
+        final=jnp.array([True]),
+    )
     state, emission = jax.jit(lambda s, i: decode_round.tick(target, drafter, s, i, 64))(state, item)
     assert emission.accepted.tolist() == [1] and emission.token[0, :2].tolist() == [3, 4]
     assert state.draft_cache[0].tolist() == [29, 30, -1, -1, -1, -1, -1, -1]
@@ -168,10 +177,12 @@ def test_b28_donated_state_gives_the_same_rounds():
     def start():
         state = program.init_state(params)
         requests = state.requests.replace(
-            length=jnp.array([1, 4, 0]), anchor=jnp.array([1, 2, 3]), active=jnp.array([True, True, False]),
+            length=jnp.array([1, 4, 0]),
+            anchor=jnp.array([1, 2, 3]),
+            active=jnp.array([True, True, False]),
             max_tokens=jnp.full(slots, 50),
             sampling=SamplingState.from_params([SamplingParams(1.0, seed=r) for r in range(slots)]),
-        )  # fmt: skip
+        )
         return state.replace(requests=requests)
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""Nothing that a row may not read changes it, bit for bit within one shape: idle slots, other requests, padding, stale state."""
+"""Nothing that a row may not read changes it, bit for bit within one shape: idle slots, other requests, stale state."""
 
 import functools
 
