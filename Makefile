@@ -10,6 +10,10 @@ ORACLE_PYTHON_VERSIONS := 3.11 3.12 3.10 3.13
 EXTRAS ?= dev
 # More arguments: make test ARGS="-k verify -x"
 ARGS ?=
+# Test processes. Most of the time goes into compiling, which one process does on one core. A file stays in one process,
+# where its tests share models and compiled programs.
+WORKERS ?= 2
+PYTEST = $(PY) -m pytest -q -n $(WORKERS) --dist loadfile
 PROMPT ?= def read_lines(path):
 
 # Compiled programs are kept between runs, so the second run starts fast.
@@ -53,10 +57,10 @@ demo: $(VENV_STAMP)
 	@$(VENV)/bin/dspark-jax generate --model nano --prompt "$(PROMPT)" --compare $(ARGS)
 
 test: $(VENV_STAMP)
-	$(PY) -m pytest -q $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-long: $(VENV_STAMP) oracle-files
-	$(PY) -m pytest -q -m "long or oracle" $(ARGS)
+	$(PYTEST) -m "long or oracle" $(ARGS)
 
 lint: $(VENV_STAMP)
 	$(PY) -m ruff check .
@@ -81,7 +85,7 @@ $(ORACLE_OUT)/.written: $(ORACLE_STAMP) $(ORACLE_SCRIPTS)
 oracle-files: $(ORACLE_OUT)/.written
 
 oracles: $(VENV_STAMP) oracle-files
-	$(PY) -m pytest -q -m oracle $(ORACLES) $(ARGS)
+	$(PYTEST) -m oracle $(ORACLES) $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(ORACLE_VENV) .cache .pytest_cache .ruff_cache .hypothesis

@@ -25,6 +25,8 @@ _flag("xla_force_host_platform_device_count", "8")
 # over, are rounded in another way than the rest, so that a row's last bit would depend on its place in the batch.
 if platform.machine() in ("x86_64", "AMD64"):
     _flag("xla_cpu_max_isa", "AVX2")
+# Most of the suite's time is compilation of programs that run a few times: without LLVM's optimisations it is a third less.
+_flag("xla_backend_optimization_level", "0")
 # XLA sizes its CPU thread pools by this: with fewer threads than device programs in flight, collectives deadlock.
 os.environ.setdefault("NPROC", "32")
 # Weights must never become constants of a program. The warning is an error here; the placement tables stay far below.

@@ -78,6 +78,7 @@ def test_a_difference_is_excused_only_by_a_tie(spelling: LM):
     assert near_tie(tied, tied.encode("abc")) and not near_tie(tied, tied.encode("abcd"))
 
 
+@pytest.mark.long
 def test_margins_of_a_v4_model_are_those_of_its_own_choices(nano: LM, monkeypatch: pytest.MonkeyPatch):
     """Against the model's own pass over the prefix, with the router's inputs written down on the way."""
     prefix = nano.encode(read_prompts(PROMPTS)[1].prompt * 2)
@@ -136,6 +137,7 @@ def test_head_off_zeroes_the_bias_alone_and_shares_programs(nano: LM):
     assert len(changed) == 1 and "markov_w2" in jax.tree_util.keystr(changed[0][0]) and not np.any(changed[0][1])
 
 
+@pytest.mark.long
 def test_the_sequential_head_is_worth_its_place(nano: LM):
     prompts = [p for p in read_prompts(PROMPTS, "code") if len(nano.encode(p.prompt)) < 60][:4]
     (e,) = evaluate(nano, prompts, SamplingParams(max_tokens=48), batch=4)

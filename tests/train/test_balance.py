@@ -41,6 +41,7 @@ def test_each_layer_moves_by_its_own_load_and_tables_stay():
     np.testing.assert_array_equal(tables[0][0], tables[1][0])
 
 
+@pytest.mark.long
 def test_a_training_step_moves_the_bias_by_the_rule_and_keeps_the_table():
     model = micro_model().target
     graph, state = init_target(model, optax.sgd(0.0))

@@ -77,7 +77,8 @@ def check_output(tmp_path: Path) -> dict:
     return json.loads((out / "training.json").read_text())
 
 
-@pytest.mark.parametrize("limit", ["1000", pytest.param("0", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("limit", ["1000", "0"])
 def test_all_stages_from_a_finished_target(limit, corpus, target, tmp_path, capsys):
     """At once; and stopped at the first chance, then gone on by the same command."""
     words = command(tmp_path, f"--target={target}", f"--seconds={limit}")

@@ -137,12 +137,14 @@ def looping() -> dict[str, Any]:
     return {"draws": draws, "chances": chances, "metrics": metrics, "state": state, "step": step}
 
 
+@pytest.mark.long
 def test_a_looping_model_is_found_and_its_repeats_become_less_likely(looping):
     assert looping["metrics"][1]["distinct"] < 0.6 and looping["metrics"][1]["repeated"] > 0.2
     before, after = looping["chances"]  # behind the first corpus step, and behind two steps against the loops
     assert after < before - 0.005
 
 
+@pytest.mark.long
 def test_a_pool_lasts_until_its_sequences_are_used_up(looping):
     assert looping["step"].refresh == 2 * SLOTS // BATCH == 4
     assert len(looping["draws"]) == 3
@@ -150,6 +152,7 @@ def test_a_pool_lasts_until_its_sequences_are_used_up(looping):
     assert (first != second).any()
 
 
+@pytest.mark.long
 def test_even_steps_teach_the_corpus_and_odd_ones_unlearn(looping):
     losses = [float(m["loss"]) for m in looping["metrics"]]
     assert all(losses[i] == losses[i + 1] for i in range(0, 12, 2)) and len(set(losses)) == 6
@@ -187,6 +190,7 @@ def test_text_that_is_varied_enough_is_left_alone():
     assert norms[0] == 0 < norms[1]
 
 
+@pytest.mark.long
 def test_polishing_resumes_to_the_same_parameters(tmp_path: Path):
     step, state = polish(goal=1.0)
     whole = train(step, state, BATCHES, 8, folder=tmp_path / "whole", save_every=4)
