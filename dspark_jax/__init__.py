@@ -10,6 +10,7 @@ from dspark_jax.errors import CheckpointError, ConfigError, DSparkError, Request
 
 if TYPE_CHECKING:
     from dspark_jax.api import LM, load
+    from dspark_jax.decode.logprobs import TokenLogprobs
     from dspark_jax.decode.sampling import SamplingParams
     from dspark_jax.results import Completion, RoundOutput
     from dspark_jax.serve.engine import Engine
@@ -25,6 +26,7 @@ __all__ = [
     "RequestError",
     "RoundOutput",
     "SamplingParams",
+    "TokenLogprobs",
     "__version__",
     "load",
 ]
@@ -36,6 +38,7 @@ _LAZY = {
     "LM": "dspark_jax.api",
     "RoundOutput": "dspark_jax.results",
     "SamplingParams": "dspark_jax.decode.sampling",
+    "TokenLogprobs": "dspark_jax.decode.logprobs",
     "load": "dspark_jax.api",
 }
 

@@ -18,7 +18,7 @@ from dspark_jax.checkpoint.reader import read_checkpoint, read_tokenizer
 from dspark_jax.compilation_cache import use_default_cache
 from dspark_jax.config import DraftConfig, TargetConfig
 from dspark_jax.decode.batch import BatchDecoder, Commit, Request
-from dspark_jax.decode.sampling import SamplingParams
+from dspark_jax.decode.sampling import MAX_LOGPROBS, SamplingParams
 from dspark_jax.errors import CheckpointError, ConfigError, RequestError, raise_all
 from dspark_jax.parallel.mesh import EXPERT, PIPE, make_mesh, param_specs
 from dspark_jax.requests import Params, Prompt, RequestReader
@@ -111,7 +111,8 @@ class LM:
       chunk: prompt tokens of one prefill call and request.
       rounds_per_call: decoding rounds of one device call; 1 on a CPU (rounds behind a stop are not run), else 8.
 
-    Programs are compiled for power-of-two numbers of requests and of positions when they are first needed, and kept.
+    Programs are compiled for power-of-two numbers of requests, of positions and of alternatives (`logprobs`) when they are
+    first needed, and kept.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class LM:
         self._chunk = chunk
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         self._rounds_per_call = rounds_per_call or (1 if on_cpu else 8)
-        self._decoders: dict[tuple[int, int], BatchDecoder] = {}
+        self._decoders: dict[tuple[int, int, int | None], BatchDecoder] = {}
         self._lock = threading.Lock()
 
     @property
@@ -180,13 +181,13 @@ class LM:
         use_drafts = self._use_drafts(speculate)
         requests = self._reader.read(prompts, params, ignore_eos)
         decoder = self._decoder(requests, [use_drafts])
-        tallies = [Tally(self.gamma if use_drafts else 0) for _ in requests]
+        tallies = [Tally(self.gamma if use_drafts else 0, r.params.logprobs is not None) for r in requests]
         finish, first, last = [""] * len(requests), [0.0] * len(requests), [0.0] * len(requests)
         streams = [TextStream(self.decode) for _ in requests]
         begin = time.perf_counter()
         for commit in decoder.run(self._params, requests, use_drafts):
             i, now = commit.index, time.perf_counter() - begin
-            kept = tallies[i].add(commit.tokens, commit.accepted, commit.verified, prefill=commit.prefill)
+            kept = _count(tallies[i], commit)
             if commit.prefill:
                 first[i] = now
             if commit.finish_reason:
@@ -206,6 +207,7 @@ class LM:
                 accepted_by_position=tuple(tally.accepted),
                 prefill_seconds=first[i],
                 seconds=last[i],
+                logprobs=tally.logprobs,
             )
             for i, (prompt, request, tally) in enumerate(zip(prompts, requests, tallies, strict=True))
         ]
@@ -229,7 +231,7 @@ class LM:
         def outputs() -> Iterator[RoundOutput]:
             tally, text = Tally(self.gamma), TextStream(self.decode)
             for commit in decoder.run(self._params, requests, use_drafts):
-                kept = tally.add(commit.tokens, commit.accepted, commit.verified, prefill=commit.prefill)
+                kept = _count(tally, commit)
                 yield _output(commit, tally.rounds, kept, text)
 
         return outputs()
@@ -261,14 +263,21 @@ class LM:
         need = max(len(r.prompt) + r.params.max_tokens for r in requests) + self.gamma + 1
         capacity = min(_power_of_two(max(need, MIN_CAPACITY)), self.max_len)
         with self._lock:
-            key = (slots, capacity)
+            key = (slots, capacity, self._alternatives(requests))
             if key not in self._decoders:
                 self._decoders[key] = BatchDecoder(
-                    self._graph, self._params, self.mesh, slots, capacity, self._chunk, self._rounds_per_call
+                    self._graph, self._params, self.mesh, slots, capacity, self._chunk, self._rounds_per_call, key[-1]
                 )
             decoder = self._decoders[key]
         decoder.compile(self._params, modes)
         return decoder
+
+    def _alternatives(self, requests: Sequence[Request]) -> int | None:
+        """The tokens whose log-probabilities a program must report in each place; None if nobody asks for any."""
+        asked = [r.params.logprobs for r in requests if r.params.logprobs is not None]
+        if not asked or max(asked) == 0:
+            return 0 if asked else None
+        return min(_power_of_two(max(asked)), MAX_LOGPROBS, self.config.vocab_size)
 
     def _use_drafts(self, speculate: bool | None) -> bool:
         if speculate and self.draft_config is None:
@@ -277,6 +286,13 @@ class LM:
                 " leave speculate out, or set it to False"
             )
         return self.draft_config is not None if speculate is None else bool(speculate)
+
+
+def _count(tally: Tally, commit: Commit) -> int:
+    """Adds one round; returns how many of its tokens are accepted drafts."""
+    return tally.add(
+        commit.tokens, commit.accepted, commit.verified, prefill=commit.prefill, logprobs=commit.logprobs
+    )  # fmt: skip
 
 
 def _output(commit: Commit, number: int, kept: int, text: TextStream) -> RoundOutput:
@@ -291,6 +307,7 @@ def _output(commit: Commit, number: int, kept: int, text: TextStream) -> RoundOu
         accepted=kept,
         verified=commit.verified,
         finish_reason=commit.finish_reason,
+        logprobs=commit.logprobs,
     )
 
 

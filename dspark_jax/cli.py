@@ -12,17 +12,20 @@ import typer
 
 from dspark_jax import __version__
 from dspark_jax.cli_bench import app as bench_app
-from dspark_jax.cli_devices import EmulateOption, MeshOption, chosen_mesh, stage_ranges
-from dspark_jax.cli_eplb import app as eplb_app
+from dspark_jax.cli_devices import EmulateOption, MeshOption, PlacementOption, chosen_mesh, stage_ranges
+from dspark_jax.cli_eplb_run import app as eplb_app
 from dspark_jax.cli_guard import INTERRUPTED, guarded
+from dspark_jax.cli_launch import launch
 from dspark_jax.cli_mesh import plan_stages
 from dspark_jax.errors import ConfigError, RequestError
+from dspark_jax.parallel.distributed import check_processes, initialize, requested
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from dspark_jax.api import LM
     from dspark_jax.cli_engine import EngineRunner
+    from dspark_jax.decode.logprobs import TokenLogprobs
     from dspark_jax.decode.sampling import SamplingParams
     from dspark_jax.parallel.mesh_config import MeshConfig
     from dspark_jax.results import Completion
@@ -61,12 +64,15 @@ def _show_version(value: bool) -> None:
 
 
 @app.callback()
+@guarded
 def root(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Exact speculative decoding of DeepSeek-V4-style models with DSpark drafters."""
+    if requested():
+        initialize()  # one of several processes, see `dspark-jax launch`
 
 
 @app.command()
@@ -80,10 +86,14 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this mass; 1 is off.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Fixes every random draw.")] = 0,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: log-probabilities of every token and of so many likeliest ones.")
+    ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Decode without the drafter too, and compare.")] = False,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Decode without the drafter.")] = False,
     mesh: MeshOption = None,
     emulate_devices: EmulateOption = None,
+    placement: PlacementOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     no_color: Annotated[bool, typer.Option("--no-color", help="No colours.")] = False,
 ) -> None:
@@ -93,15 +103,23 @@ def generate(
         raise RequestError(
             "--compare sets the drafter against plain decoding: it cannot go with --no-draft; remove one"
         )
+    if logprobs is not None and not as_json:
+        raise RequestError("--logprobs has nowhere to appear in the text; add --json")
     from dspark_jax.decode.sampling import SamplingParams
     from dspark_jax.errors import raise_all
 
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
+    params = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens, logprobs=logprobs
+    )
     raise_all(RequestError, "sampling parameters", params.faults())
-    lm = _generator(model, *chosen_mesh(mesh, emulate_devices))
+    lm = _generator(model, *chosen_mesh(mesh, emulate_devices), logprobs, placement)
     if compare and lm.draft_config is None:
         raise RequestError(f"--compare needs a drafter, and the model {model!r} has none; remove --compare")
-    if as_json:
+    from dspark_jax.cli_engine import EngineRunner
+
+    if isinstance(lm, EngineRunner) and lm.follows:
+        lm.follow([text], params, speculate=_modes(lm, not no_draft, compare)[1])
+    elif as_json:
         _generate_json(lm, text, params, not no_draft, compare)
     else:
         _generate_shown(lm, text, params, not no_draft, compare, no_color)
@@ -133,6 +151,8 @@ def evaluate(
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
     raise_all(RequestError, "sampling parameters", params.faults())
     chosen = evaluation.read_prompts(prompts, kind)
+    if requested():
+        raise ConfigError("evaluate works in one process; `dspark-jax bench serve` works in several")
     shape, devices = chosen_mesh(mesh, emulate_devices)
     if shape.pipe > 1:
         raise ConfigError(
@@ -151,15 +171,24 @@ def evaluate(
         display.evaluation(found)
 
 
-def _generator(model: str, shape: "MeshConfig", mesh: "Mesh | None") -> "Generator":
-    """The batch interface on one pipeline rank, an engine on several."""
-    if mesh is None or shape.pipe == 1:
+def _generator(
+    model: str,
+    shape: "MeshConfig",
+    mesh: "Mesh | None",
+    logprobs: int | None = None,
+    placement: Path | None = None,
+) -> "Generator":
+    """The batch interface on one pipeline rank of one process; an engine on more, and to place experts."""
+    check_processes(mesh)
+    if placement is not None and mesh is None:
+        raise ConfigError("--placement spreads experts over expert ranks; add --mesh, such as --mesh 1x2")
+    if mesh is None or (shape.pipe == 1 and not requested() and placement is None):
         from dspark_jax.api import load
 
         return load(model, mesh=mesh)
     from dspark_jax.cli_engine import EngineRunner
 
-    return EngineRunner(model, mesh, stage_ranges(shape, model))
+    return EngineRunner(model, mesh, stage_ranges(shape, model), logprobs, placement)
 
 
 def _prompt_text(prompt: str | None, path: Path | None) -> str:
@@ -198,7 +227,8 @@ def summary(
     """The JSON object of one run; `plain` is the run of --compare.
 
     Every key is always there. `identical` is null without --compare, and at a temperature above 0, where both runs are
-    samples of one law and not one text. `plain_tokens_per_second` is null where plain decoding did not run.
+    samples of one law and not one text. `plain_tokens_per_second` is null where plain decoding did not run. `logprobs` is
+    null without --logprobs, else one object a token: its logprob, and the likeliest ids with theirs.
     """
     plain_run = plain if draft else result
     found: dict[str, Any] = {
@@ -207,6 +237,7 @@ def summary(
         "token_ids": list(result.tokens),
         "drafted": list(result.drafted),
         "finish_reason": result.finish_reason,
+        "logprobs": None if result.logprobs is None else [_logprobs(one) for one in result.logprobs],
         "rounds": result.rounds,
         "tokens_per_round": result.tokens_per_round,
         "acceptance_by_position": list(result.acceptance_by_position),
@@ -221,6 +252,10 @@ def summary(
     elif plain is not None:
         found["note"] = "sampled texts differ by design: with and without the drafter the law is equal, not the sample"
     return found
+
+
+def _logprobs(one: "TokenLogprobs") -> dict[str, Any]:
+    return {"logprob": one.logprob, "top": [{"token_id": token, "logprob": value} for token, value in one.top]}
 
 
 def _generate_shown(
@@ -245,6 +280,7 @@ def _generate_shown(
 
 
 app.command("plan-stages")(plan_stages)
+app.command("launch")(launch)
 
 if __name__ == "__main__":
     main()

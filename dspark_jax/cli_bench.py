@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dspark_jax.cli_devices import EmulateOption, MeshOption, chosen_mesh, stage_ranges
+from dspark_jax.cli_devices import EmulateOption, MeshOption, PlacementOption, chosen_mesh, stage_ranges
 from dspark_jax.cli_guard import guarded
 from dspark_jax.errors import RequestError, raise_all
+from dspark_jax.parallel.distributed import check_processes
 
 if TYPE_CHECKING:
     from dspark_jax.bench.serve import Percentiles, ServeReport
@@ -35,6 +36,7 @@ def serve(
     model: Annotated[str, typer.Option(help="A shipped model's name, or a checkpoint folder.")] = "nano",
     mesh: MeshOption = None,
     emulate_devices: EmulateOption = None,
+    placement: PlacementOption = None,
     kind: Annotated[str | None, typer.Option(help="Only the prompts of this kind.")] = None,
     rate: Annotated[float | None, typer.Option(help="Arrivals a second (Poisson); by default all at once.")] = None,
     requests: Annotated[int, typer.Option(help="Requests to serve; the file's prompts are taken again if need be.")] = 32,
@@ -64,9 +66,15 @@ def serve(
     if plot is not None:
         _check_plot(plot)
     shape, devices = chosen_mesh(mesh, emulate_devices)
-    engine = Engine(model, mesh=devices, stages=stage_ranges(shape, model), slots=slots, speculate=not no_draft)
+    check_processes(devices)
+    engine = Engine(
+        model, mesh=devices, stages=stage_ranges(shape, model), slots=slots, speculate=not no_draft, placement=placement
+    )
+    if engine.follows:
+        engine.follow()
+        return
     display = Display()
-    with display.waiting("compiling and serving"):
+    with engine, display.waiting("compiling and serving"):
         report = serve_load(engine, texts, params, load, ignore_eos=ignore_eos)
     if plot is not None:
         from dspark_jax.plots import plot_timeline

@@ -1,5 +1,6 @@
 """`--mesh` and `--emulate-devices`: from the command line to a mesh. Devices are emulated before JAX starts."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,6 +19,9 @@ MeshOption = Annotated[
 ]
 EmulateOption = Annotated[
     int | None, typer.Option("--emulate-devices", min=1, help="Split the CPU into this many devices.")
+]
+PlacementOption = Annotated[
+    Path | None, typer.Option("--placement", help="Load-balancer file (YAML): expert slots of every layer.")
 ]
 
 

@@ -1,16 +1,19 @@
-"""`dspark-jax generate` on several pipeline ranks: engines behind the calls of `LM` that the command uses."""
+"""`dspark-jax generate` on several ranks or processes: engines behind the calls of `LM` that the command uses."""
 
 from collections.abc import Callable, Iterable, Sequence
 
+import jax
 from jax.sharding import Mesh
 
 from dspark_jax.config import DraftConfig
 from dspark_jax.decode.sampling import SamplingParams
+from dspark_jax.eplb.validation import PlacementSource
 from dspark_jax.parallel.mesh import EXPERT, PIPE
 from dspark_jax.parallel.stage import Ranges
 from dspark_jax.requests import Prompt, RequestReader
 from dspark_jax.results import Completion, RoundOutput
 from dspark_jax.serve.engine import Engine
+from dspark_jax.serve.processes import spans_processes
 
 
 class EngineRunner:
@@ -20,24 +23,42 @@ class EngineRunner:
       model: a shipped model's name, or a checkpoint folder.
       mesh: from `make_mesh`.
       stages: the half-open range of target layers of every pipe rank; by default the engine's choice.
+      max_logprobs, placement: as for `Engine`.
     """
 
-    def __init__(self, model: str, mesh: Mesh, stages: Ranges | None = None):
-        self.model, self.mesh, self.stages = model, mesh, stages
+    def __init__(
+        self,
+        model: str,
+        mesh: Mesh,
+        stages: Ranges | None = None,
+        max_logprobs: int | None = None,
+        placement: PlacementSource | None = None,
+    ):
+        self.model, self.mesh, self.stages, self.max_logprobs = model, mesh, stages, max_logprobs
+        self.placement = placement
         self._engines: dict[bool, Engine] = {}
+        # Whether this process has to call `follow` where process 0 calls `compile` and `generate`.
+        self.follows = spans_processes(mesh) and jax.process_index() > 0
 
     def _engine(self, speculate: bool) -> Engine:
         if speculate not in self._engines:
             slots = self.mesh.shape[PIPE] * self.mesh.shape[EXPERT]  # the fewest
             self._engines[speculate] = Engine(
-                self.model, mesh=self.mesh, stages=self.stages, slots=slots, speculate=speculate
-            )
+                self.model, mesh=self.mesh, stages=self.stages, slots=slots, speculate=speculate,
+                max_logprobs=self.max_logprobs, placement=self.placement,
+            )  # fmt: skip
         return self._engines[speculate]
 
     @property
     def draft_config(self) -> DraftConfig | None:
         """The model's drafter."""
         return self._engine(True).draft_config
+
+    def follow(self, prompts: Sequence[Prompt], params: SamplingParams, *, speculate: Sequence[bool]) -> None:
+        """Takes part in process 0's `compile` with these arguments, and then one `generate` for every mode."""
+        self.compile(prompts, params, speculate=speculate)
+        for mode in speculate:
+            self._engine(mode).follow()
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids."""
@@ -47,7 +68,7 @@ class EngineRunner:
         """Checks the request, then compiles every mode; returns the seconds that compilation took."""
         engines = [self._engine(mode) for mode in speculate]
         for engine in engines:
-            RequestReader(engine.config, engine.tokenizer, engine.max_len).read(prompts, params, False)
+            RequestReader(engine.config, engine.tokenizer, engine.max_len, self.max_logprobs).read(prompts, params, False)
         return sum(engine.warmup() for engine in engines)
 
     def generate(
@@ -68,4 +89,5 @@ class EngineRunner:
                     on_round(output)
                 if output.finish_reason:
                     running.discard(key)
+        engine.close()
         return [engine.result(key) for key in keys]

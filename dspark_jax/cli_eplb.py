@@ -1,4 +1,7 @@
-"""`dspark-jax eplb`: plan a placement from statistics, report how even it is, check it against a model. Host only."""
+"""`dspark-jax eplb`: plan a placement from statistics, report how even it is, check it against a model. Host only.
+
+The commands that run the model are in `cli_eplb_run`.
+"""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +22,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Static expert load balancing: plan, report, check.",
+    help="Static expert load balancing: collect, plan, report, check, apply.",
 )
 
 _Statistics = Annotated[Path, typer.Argument(help="Folder with meta_info.json and rank*.safetensors.")]
@@ -52,7 +55,7 @@ def plan(
 
     recorded = read_statistics(statistics).window(iter_start, iter_stop)
     ranks = _ranks(ep, recorded)
-    layers = None if model is None else _layers(model)
+    layers = None if model is None else model_layers(model)
     if layers is not None:
         planner.check_experts(recorded, layers.num_experts)
     config = planner.plan(recorded, ranks, num_slots, policy=policy, num_groups=groups, num_nodes=nodes)  # type: ignore[arg-type]
@@ -60,7 +63,7 @@ def plan(
         raise_all(ConfigError, "the plan", placement_faults(config, layers, ranks))
     save_config(config, output)
     before = load_report(recorded, unbalanced(recorded, ranks), ranks)
-    _show({"before": before, "after": load_report(recorded, placed(recorded, config, ranks), ranks)}, None)
+    show_reports({"before": before, "after": load_report(recorded, placed(recorded, config, ranks), ranks)}, None)
     print(f"wrote {output}: {len(recorded.layers)} layers, {config.num_slots} slots on {ranks} expert ranks")
 
 
@@ -83,7 +86,7 @@ def report(
 
     recorded = read_statistics(statistics).window(iter_start, iter_stop)
     ranks = _ranks(ep, recorded)
-    layers = None if model is None else _layers(model)
+    layers = None if model is None else model_layers(model)
     reports = {"before": load_report(recorded, unbalanced(recorded, ranks), ranks)}
     if config is not None:
         slots = placed(recorded, load_config(config), ranks)
@@ -94,7 +97,7 @@ def report(
         print(json.dumps({"expert_ranks": ranks, **{name: r.as_dict() for name, r in reports.items()}}))
     else:
         parts = {} if layers is None else {"target": layers.target_layers, "draft": layers.draft_layers}
-        _show(reports, parts)
+        show_reports(reports, parts)
 
 
 @app.command()
@@ -112,7 +115,7 @@ def check(
 
     if ep < 1:
         raise ConfigError(f"--ep is {ep}; expected at least 1")
-    layers = _layers(model, draft_model)
+    layers = model_layers(model, draft_model)
     placement = resolve_placement(config, layers, ep)
     if placement is None:
         return
@@ -132,7 +135,7 @@ def _ranks(ep: int | None, recorded: "ExpertStatistics") -> int:
     return recorded.ranks if ep is None else ep
 
 
-def _layers(model: str, draft_model: Path | None = None) -> "ExpertLayers":
+def model_layers(model: str, draft_model: Path | None = None) -> "ExpertLayers":
     """The MoE layers by config.json alone: the folder needs no weights, and JAX is not imported."""
     from dspark_jax.config import read_config
     from dspark_jax.eplb.namespace import ExpertLayers
@@ -160,7 +163,7 @@ def _plot(reports: "dict[str, LoadReport]", path: Path, num_target_layers: int |
     save_figure(figure, path)
 
 
-def _show(reports: "dict[str, LoadReport]", parts: Mapping[str, range] | None) -> None:
+def show_reports(reports: "dict[str, LoadReport]", parts: Mapping[str, range] | None) -> None:
     """A table of the layers, then means: over `parts` that were recorded, and over all. Without `parts` only the last.
 
     The mean of the ranks' rows is the same under every placement.

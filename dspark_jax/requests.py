@@ -7,7 +7,7 @@ import numpy as np
 
 from dspark_jax.config import TargetConfig
 from dspark_jax.decode.batch import MAX_STOPS, Request
-from dspark_jax.decode.sampling import SamplingParams
+from dspark_jax.decode.sampling import MAX_LOGPROBS, SamplingParams
 from dspark_jax.errors import RequestError, raise_all
 from dspark_jax.text import Tokenizer
 
@@ -22,10 +22,11 @@ class RequestReader:
       config: of the model.
       tokenizer: turns texts into ids.
       max_len: most positions of a request, prompt included.
+      max_logprobs: the most alternatives that the compiled program reports; None if it has no log-probabilities.
     """
 
-    def __init__(self, config: TargetConfig, tokenizer: Tokenizer, max_len: int):
-        self.config, self.tokenizer, self.max_len = config, tokenizer, max_len
+    def __init__(self, config: TargetConfig, tokenizer: Tokenizer, max_len: int, max_logprobs: int | None = MAX_LOGPROBS):
+        self.config, self.tokenizer, self.max_len, self.max_logprobs = config, tokenizer, max_len, max_logprobs
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, the beginning-of-sequence token first."""
@@ -72,6 +73,13 @@ class RequestReader:
                 sound = False
             elif found := p.faults(self.config.vocab_size):
                 faults += [name + fault for fault in found]
+                sound = False
+            elif p.logprobs is not None and (self.max_logprobs is None or p.logprobs > self.max_logprobs):
+                has = "has none" if self.max_logprobs is None else f"has {self.max_logprobs} at most"
+                faults.append(
+                    f"{name}logprobs = {p.logprobs}; this engine {has}: make it with max_logprobs = {p.logprobs}, or leave"
+                    " logprobs out"
+                )
                 sound = False
         if not shared and len(given) != count:
             faults.append(f"params has {len(given)} entries for {count} prompts; expected one for all or one a prompt")

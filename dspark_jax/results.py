@@ -3,6 +3,8 @@
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from dspark_jax.decode.logprobs import TokenLogprobs
+
 
 @dataclass(frozen=True)
 class RoundOutput:
@@ -17,6 +19,7 @@ class RoundOutput:
       verified: drafts that the target checked, including those behind a rejection or a stop.
       finish_reason: "stop", "length" or "context" in the request's last round ("abort" without a round), else None.
       request_id: the engine's name of the request.
+      logprobs: one entry a token, None unless `SamplingParams.logprobs` asked for them.
     """
 
     index: int
@@ -27,6 +30,7 @@ class RoundOutput:
     verified: int
     finish_reason: str | None = None
     request_id: Hashable | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @property
     def text(self) -> str:
@@ -50,6 +54,7 @@ class Completion:
       accepted_by_position: how many of those rounds accepted it.
       prefill_seconds: from the start of the batch to the request's first token, compilation excluded.
       seconds: from the start of the batch to the request's last token, compilation excluded.
+      logprobs: one entry a token, None unless `SamplingParams.logprobs` asked for them.
     """
 
     prompt: str | tuple[int, ...]
@@ -63,6 +68,7 @@ class Completion:
     accepted_by_position: tuple[int, ...]
     prefill_seconds: float
     seconds: float
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @property
     def tokens_per_round(self) -> float | None:
@@ -86,21 +92,35 @@ class Completion:
 
 
 class Tally:
-    """Collects the rounds of one request; `gamma` is the draft length (0: no drafter)."""
+    """Collects the rounds of one request; `gamma` is the draft length (0: no drafter).
 
-    def __init__(self, gamma: int):
+    `logprobs` says whether it asked for log-probabilities; without, they stay None.
+    """
+
+    def __init__(self, gamma: int, logprobs: bool = False):
+        self.logprobs: tuple[TokenLogprobs, ...] | None = () if logprobs else None
         self.tokens: list[int] = []
         self.drafted: list[bool] = []
         self.verified = [0] * gamma
         self.accepted = [0] * gamma
         self.rounds = 0
 
-    def add(self, tokens: tuple[int, ...], accepted: int, verified: int, *, prefill: bool = False) -> int:
+    def add(
+        self,
+        tokens: tuple[int, ...],
+        accepted: int,
+        verified: int,
+        *,
+        prefill: bool = False,
+        logprobs: tuple[TokenLogprobs, ...] | None = None,
+    ) -> int:
         """Counts one round; returns how many of the `accepted` drafts are left (a stop or limit may cut the block)."""
         count = len(tokens)
         kept = min(accepted, count)
         self.rounds += not prefill
         self.tokens += tokens
+        if self.logprobs is not None:
+            self.logprobs += logprobs or ()
         self.drafted += [j < kept for j in range(count)]
         # A block that ends with its own token tested one draft more than it kept, unless all were kept.
         for j in range(min(verified, count, accepted + 1)):

@@ -3,7 +3,7 @@
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dspark_jax.decode.logprobs import TokenLogprobs, read_logprobs
 from dspark_jax.decode.program import DecodeProgram
 from dspark_jax.decode.sampling import SamplingParams, SamplingState
 from dspark_jax.decode.state import FINISH_REASONS, RUNNING, DecodeState, Emission, WorkItem
@@ -32,7 +33,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Commit:
-    """What one tick committed for request `index`; see `Emission` for `accepted` and `verified`."""
+    """What one tick committed for request `index`; see `Emission` for `accepted` and `verified`.
+
+    `logprobs` has one entry a token if the request has asked for them.
+    """
 
     index: int
     prefill: bool
@@ -40,6 +44,7 @@ class Commit:
     accepted: int
     verified: int
     finish_reason: str | None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 def prefill_items(prompts: Sequence[Sequence[int]], slots: int, chunk: int) -> list[WorkItem]:
@@ -76,6 +81,7 @@ class BatchDecoder:
       max_len: most positions of a request, prompt included.
       chunk: prompt tokens of one prefill call and slot.
       rounds_per_call: decoding rounds of one call; more hide the host's work, and run up to that many rounds too many.
+      logprobs: the most alternatives a request may ask for; None if none asks for log-probabilities.
     """
 
     def __init__(
@@ -87,8 +93,9 @@ class BatchDecoder:
         max_len: int,
         chunk: int,
         rounds_per_call: int,
+        logprobs: int | None = None,
     ):
-        self.program = DecodeProgram(graph, params, mesh, slots, max_len)
+        self.program = DecodeProgram(graph, params, mesh, slots, max_len, logprobs)
         self.slots, self.max_len, self.chunk, self.rounds_per_call = slots, max_len, chunk, rounds_per_call
         self._rows = NamedSharding(mesh, PartitionSpec(EXPERT))
         self._compiled: dict[str, Any] = {}
@@ -162,7 +169,7 @@ class BatchDecoder:
                 pending.append((False, emission))
                 left = {i: n - ahead for i, n in left.items()}
             prefill, emission = pending.popleft()
-            for commit in _read(emission, sorted(left), prefill):
+            for commit in _read(emission, {i: requests[i] for i in sorted(left)}, prefill):
                 if commit.finish_reason is not None:
                     del left[commit.index]
                 else:
@@ -170,16 +177,17 @@ class BatchDecoder:
                 yield commit
 
 
-def _read(emission: Emission, running: Sequence[int], prefill: bool) -> Iterator[Commit]:
+def _read(emission: Emission, running: Mapping[int, Request], prefill: bool) -> Iterator[Commit]:
     """The commits of the running requests, from one prefill tick or from stacked rounds [rounds, slots, …]."""
-    fields = (emission.token, emission.count, emission.accepted, emission.verified, emission.reason)
-    token, count, accepted, verified, reason = (x[None] if prefill else x for x in jax.device_get(fields))
-    for t in range(len(token)):
-        for i in running:
-            finish = None if reason[t, i] == RUNNING else FINISH_REASONS[int(reason[t, i])]
-            tokens = tuple(int(x) for x in token[t, i, : count[t, i]])
-            yield Commit(i, prefill, tokens, int(accepted[t, i]), int(verified[t, i]), finish)
-        running = [i for i in running if reason[t, i] == RUNNING]
+    e = jax.tree.map(lambda x: x[None] if prefill else x, jax.device_get(emission))
+    for t in range(len(e.token)):
+        for i, request in running.items():
+            finish = None if e.reason[t, i] == RUNNING else FINISH_REASONS[int(e.reason[t, i])]
+            count = int(e.count[t, i])
+            tokens = tuple(int(x) for x in e.token[t, i, :count])
+            logprobs = read_logprobs(e.logprobs, (t, i), count, request.params.logprobs)
+            yield Commit(i, prefill, tokens, int(e.accepted[t, i]), int(e.verified[t, i]), finish, logprobs)
+        running = {i: request for i, request in running.items() if e.reason[t, i] == RUNNING}
 
 
 def _name(speculate: bool) -> str:

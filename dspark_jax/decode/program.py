@@ -21,9 +21,18 @@ class DecodeProgram:
       mesh: from `make_mesh`; request slots are split over `expert`.
       slots: request slots, a multiple of the expert axis.
       max_len: the most positions of a request, prompt included.
+      logprobs: alternatives a token in the emissions' log-probabilities; None leaves those out of the programs.
     """
 
-    def __init__(self, graph: nnx.GraphDef, params: nnx.State, mesh: Mesh, slots: int, max_len: int):
+    def __init__(
+        self,
+        graph: nnx.GraphDef,
+        params: nnx.State,
+        mesh: Mesh,
+        slots: int,
+        max_len: int,
+        logprobs: int | None = None,
+    ):
         if mesh.shape[PIPE] != 1:
             raise ConfigError(
                 f"mesh has pipe = {mesh.shape[PIPE]}; this version decodes on one pipeline stage: use pipe = 1"
@@ -31,6 +40,7 @@ class DecodeProgram:
         if slots % mesh.shape[EXPERT]:
             raise ConfigError(f"slots is {slots}; expected a multiple of the expert axis, {mesh.shape[EXPERT]}")
         self.graph, self.mesh, self.slots, self.max_len = graph, mesh, slots, max_len
+        self.logprobs = logprobs
         self._specs = param_specs(params)
 
     def _model(self, params: nnx.State):
@@ -57,7 +67,7 @@ class DecodeProgram:
         """(params, state, item) -> (state, emission): one tick over a work item; the state is donated."""
 
         def run(params: nnx.State, state: DecodeState, item: WorkItem) -> tuple[DecodeState, Emission]:
-            return decode_round.tick(*self._model(params), state, item, self.max_len)
+            return decode_round.tick(*self._model(params), state, item, self.max_len, self.logprobs)
 
         rows = PartitionSpec(EXPERT)
         return self._shard(run, (self._specs, rows, rows), (rows, rows), donate=1)
@@ -75,7 +85,8 @@ class DecodeProgram:
 
             def run(params: nnx.State, state: DecodeState) -> tuple[DecodeState, Emission]:
                 target, drafter = self._model(params)
-                return decode_round.rounds(target, drafter if speculate else None, state, self.max_len, count)
+                drafter = drafter if speculate else None
+                return decode_round.rounds(target, drafter, state, self.max_len, count, self.logprobs)
 
             rows, stacked = PartitionSpec(EXPERT), PartitionSpec(None, EXPERT)
             cache[count, speculate] = self._shard(run, (self._specs, rows), (rows, stacked), donate=1)

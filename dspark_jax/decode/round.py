@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dspark_jax.decode.logprobs import committed_logprobs
 from dspark_jax.decode.protocols import Drafter, Head, Target
 from dspark_jax.decode.rows import Rows
 from dspark_jax.decode.sampling import SamplingParams, SamplingState
@@ -56,14 +57,22 @@ def init_requests(slots: int, gamma: int, vocab_size: int, stops: int) -> Reques
 
 
 def tick(
-    target: Target, drafter: Drafter | None, state: DecodeState, item: WorkItem, max_len: int
+    target: Target,
+    drafter: Drafter | None,
+    state: DecodeState,
+    item: WorkItem,
+    max_len: int,
+    logprobs: int | None = None,
 ) -> tuple[DecodeState, Emission]:
-    """Runs one work item. Without a drafter it is plain decoding through the same code."""
+    """Runs one work item. Without a drafter it is plain decoding through the same code.
+
+    `logprobs` is the number of alternatives of `Emission.logprobs`; None leaves them out of the program.
+    """
     rows = item.rows()
     with jax.named_scope("target"):
         hidden, context, target_cache = target.forward(rows, state.target_cache)
     requests, draft_cache, emission = advance(
-        target, drafter, state.requests, state.draft_cache, item, rows, hidden, context, max_len
+        target, drafter, state.requests, state.draft_cache, item, rows, hidden, context, max_len, logprobs
     )
     return DecodeState(requests, target_cache, draft_cache), emission
 
@@ -78,6 +87,7 @@ def advance(
     hidden: Float[Array, "B d"],
     context: Float[Array, "B dc"],
     max_len: int,
+    logprobs: int | None = None,
 ) -> tuple[Requests, Any, Emission]:
     """What follows the target's layers: verify, commit, write the context, draft. Slot r owns lane r of `draft_cache`."""
     gamma = drafter.block_size if drafter else 0
@@ -134,18 +144,24 @@ def advance(
         accepted=jnp.where(item.final, verdict.accepted, 0),
         verified=item.verify,
         reason=reason,
+        logprobs=committed_logprobs(logits, tokens, count, logprobs),
     )
     return requests, draft_cache, emission
 
 
 def rounds(
-    target: Target, drafter: Drafter | None, state: DecodeState, max_len: int, count: int
+    target: Target,
+    drafter: Drafter | None,
+    state: DecodeState,
+    max_len: int,
+    count: int,
+    logprobs: int | None = None,
 ) -> tuple[DecodeState, Emission]:
     """`count` decoding rounds in one loop; the emissions are stacked on a new leading axis."""
     gamma = drafter.block_size if drafter else 0
 
     def step(state: DecodeState, _: None) -> tuple[DecodeState, Emission]:
-        return tick(target, drafter, state, decode_item(state.requests, gamma), max_len)
+        return tick(target, drafter, state, decode_item(state.requests, gamma), max_len, logprobs)
 
     return jax.lax.scan(step, state, None, length=count)
 

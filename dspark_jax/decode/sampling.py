@@ -29,7 +29,6 @@ _UNOFFERED = (
     "length_penalty",
     "logit_bias",
     "logits_processors",
-    "logprobs",
     "min_p",
     "min_tokens",
     "mirostat",
@@ -41,6 +40,9 @@ _UNOFFERED = (
     "typical_p",
     "use_beam_search",
 )
+
+# Most alternatives a token: what OpenAI's API (top_logprobs) and vLLM (max_logprobs) allow by default.
+MAX_LOGPROBS = 20
 
 
 def _is_int(value: Any) -> bool:
@@ -58,6 +60,8 @@ class SamplingParams:
     temperature: 0 is greedy; otherwise logits are divided by it. top_k: 0 is off. top_p: 1 is off.
     seed: fixes every random draw of the request, whatever else is in the batch. max_tokens: most tokens generated.
     stop_token_ids: generation ends after the first of these tokens.
+    logprobs: None is off; N asks for the log-probability of every generated token and for the N <= 20 most probable
+    tokens in its place (0: none), by the target's raw logits: log-softmax before temperature, top-k and top-p.
     """
 
     temperature: float = 0.0
@@ -66,6 +70,7 @@ class SamplingParams:
     seed: int = 0
     max_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
 
     def faults(self, vocab_size: int | None = None) -> list[str]:
         """Everything wrong with the values, one sentence each; ids are checked where `vocab_size` is given."""
@@ -88,6 +93,9 @@ class SamplingParams:
             if bad:
                 limit = "" if vocab_size is None else f" below the vocabulary size {vocab_size}"
                 found.append(f"stop_token_ids holds {bad!r}; expected token ids >= 0{limit}")
+        most = MAX_LOGPROBS if vocab_size is None else min(MAX_LOGPROBS, vocab_size)
+        if self.logprobs is not None and not (_is_int(self.logprobs) and 0 <= self.logprobs <= most):
+            found.append(f"logprobs = {self.logprobs!r}; expected None (off) or an integer in 0 … {most}")
         return found
 
     def validate(self, vocab_size: int) -> None:

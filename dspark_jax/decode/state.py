@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, BFloat16, Bool, Float32, Int
 
+from dspark_jax.decode.logprobs import Logprobs
 from dspark_jax.decode.rows import Rows, padded_rows
 from dspark_jax.decode.sampling import SamplingState
 
@@ -67,7 +68,7 @@ class Emission:
     """What a tick committed: `count` tokens a slot, of which all but the last are accepted drafts.
 
     `accepted` of `verified` drafts survived (before stops and limits cut the block); `reason` is a finish reason or
-    RUNNING.
+    RUNNING. `logprobs` is None in a program without them.
     """
 
     token: Int[Array, "R gamma+1"]
@@ -75,6 +76,7 @@ class Emission:
     accepted: Int[Array, "R"]
     verified: Int[Array, "R"]
     reason: Int[Array, "R"]
+    logprobs: Logprobs | None = None
 
 
 def decode_item(requests: Requests, gamma: int) -> WorkItem:

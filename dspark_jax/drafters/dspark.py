@@ -18,12 +18,13 @@ from dspark_jax.decode.protocols import Proposal
 from dspark_jax.decode.rows import Rows
 from dspark_jax.decode.sampling import SamplingState, processed_logits
 from dspark_jax.drafters.heads import ConfidenceHead, MarkovHead, sequential_head
+from dspark_jax.eplb.placement import PlacedLayer, Placement
 from dspark_jax.models.attention import Projections, sink_attention
 from dspark_jax.models.block import Block
 from dspark_jax.models.cache import ring_history, ring_write, zero_where
 from dspark_jax.models.hyper_connection import HyperHead
 from dspark_jax.models.layers import Linear, RMSNorm
-from dspark_jax.models.moe import MoEAux
+from dspark_jax.models.moe import Routed
 
 
 class Ends(Protocol):
@@ -39,8 +40,10 @@ class Ends(Protocol):
 class Stage(Block):
     """One draft stage. The first also projects the taps; the last also owns the heads."""
 
-    def __init__(self, config: TargetConfig, draft: DraftConfig, index: int, *, rngs: nnx.Rngs):
-        super().__init__(config, Projections(config, False, rngs=rngs), False, rngs=rngs)
+    def __init__(
+        self, config: TargetConfig, draft: DraftConfig, index: int, placed: PlacedLayer | None = None, *, rngs: nnx.Rngs
+    ):
+        super().__init__(config, Projections(config, False, rngs=rngs), False, placed, rngs=rngs)
         d = config.hidden_size
         first, last = index == 0, index == draft.num_stages - 1
         # Any: which of these a stage has depends on its place, and the checkpoint's key names follow the attribute names.
@@ -54,10 +57,17 @@ class Stage(Block):
 
 
 class DSpark(nnx.Module):
-    """The stages of one checkpoint. The target's embedding and head are shared, so methods take the target."""
+    """The stages of one checkpoint. The target's embedding and head are shared, so methods take the target.
 
-    def __init__(self, config: TargetConfig, draft: DraftConfig, *, rngs: nnx.Rngs):
-        self.mtp = nnx.List([Stage(config, draft, i, rngs=rngs) for i in range(draft.num_stages)])
+    Stage i is layer `num_hidden_layers + i` of the target's `placement`, which the stages inherit.
+    """
+
+    def __init__(
+        self, config: TargetConfig, draft: DraftConfig, placement: Placement | None = None, *, rngs: nnx.Rngs
+    ):
+        base = config.num_hidden_layers
+        placed = [PlacedLayer(placement, base + i) if placement else None for i in range(draft.num_stages)]
+        self.mtp = nnx.List([Stage(config, draft, i, at, rngs=rngs) for i, at in enumerate(placed)])
         self.config, self.draft = config, draft
 
     def context_kv(self, context: Float[Array, "B m*d"], position: Int[Array, "B"]) -> list[Float[Array, "B c"]]:
@@ -79,8 +89,9 @@ class DSpark(nnx.Module):
         active: Bool[Array, "N"],
         history: Sequence[Float[Array, "N W c"]],
         history_visible: Bool[Array, "N W"],
-    ) -> tuple[Float[Array, "N gamma d"], tuple[MoEAux, ...]]:
-        """Hidden rows (before the final norm) of the block `[anchor, noise × (gamma - 1)]`, anchor at `position`.
+    ) -> tuple[Float[Array, "N gamma d"], tuple[Routed, ...]]:
+        """Hidden rows (before the final norm) of the block `[anchor, noise × (gamma - 1)]`, anchor at `position`, and what
+        each stage's router chose.
 
         `history[s]` are stage s's context keys in front of the anchor; keys that are not visible must be finite.
         """
@@ -92,7 +103,7 @@ class DSpark(nnx.Module):
         streams = target.embed_streams(ids.reshape(-1))
         visible = jnp.concatenate([history_visible, jnp.ones((n, gamma), bool)], axis=1)
         visible = jnp.broadcast_to(visible[:, None], (n, gamma, visible.shape[1]))
-        aux = []
+        choices = []
         for s, stage in enumerate(self.mtp):
 
             def attend(x, stage=stage, s=s):
@@ -105,9 +116,9 @@ class DSpark(nnx.Module):
                 return stage.attn.output(heads.reshape(n * gamma, *heads.shape[2:]), at), None
 
             with jax.named_scope(f"stage_{s}"):
-                streams, _, moe = stage(streams, ids.reshape(-1), valid, attend, target.axis)
-            aux.append(moe)
-        return self.mtp[-1].hc_head(streams).reshape(n, gamma, -1), tuple(aux)
+                streams, _, routed = stage(streams, ids.reshape(-1), valid, attend, target.axis)
+            choices.append(routed)
+        return self.mtp[-1].hc_head(streams).reshape(n, gamma, -1), tuple(choices)
 
     def base_logits(self, target: Ends, hidden: Float[Array, "... d"]) -> Float32[Array, "... V"]:
         """Logits of the parallel pass, by the target's head behind the last stage's norm."""
@@ -165,10 +176,14 @@ class DSparkDrafter:
     """`decode.protocols.Drafter` over a target and its embedded stages; built inside the traced program.
 
     `projected`: context rows are the sum of the projected taps (a pipeline's ranks each add their own), not the taps.
+
+    Attributes:
+      choices: what the stages' routers chose in the last `propose` of the program that is being traced.
     """
 
     def __init__(self, target: Ends, stages: DSpark, projected: bool = False):
         self.target, self.stages, self.projected = target, stages, projected
+        self.choices: tuple[Routed, ...] = ()
 
     @property
     def block_size(self) -> int:
@@ -200,5 +215,5 @@ class DSparkDrafter:
         window = self.stages.config.sliding_window
         history = [ring_history(ring, position, window) for ring in cache]
         visible = (position[:, None] - window + jnp.arange(window)) >= 0
-        hidden, _ = self.stages.block(self.target, anchor, position, active, history, visible)
+        hidden, self.choices = self.stages.block(self.target, anchor, position, active, history, visible)
         return self.stages.sample(self.target, hidden, anchor, position, sampling)

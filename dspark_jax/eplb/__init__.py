@@ -1,15 +1,17 @@
 """Static expert load balancing: configuration, placement, validation, statistics and planning. Host only, in numpy."""
 
+from dspark_jax.eplb.collect import ExpertCounter
 from dspark_jax.eplb.config import LoadBalancerConfig, load_config, save_config
 from dspark_jax.eplb.namespace import DraftExperts, ExpertLayers
 from dspark_jax.eplb.placement import LayerTables, Placement, auto_assignment, collapse_by_slot, expand_by_slot
 from dspark_jax.eplb.planner import assign, plan
 from dspark_jax.eplb.report import LoadReport, load_report
 from dspark_jax.eplb.statistics import ExpertStatistics, StatisticsError, StatisticsRecorder, read_statistics
-from dspark_jax.eplb.validation import PlacementNotice, placement_faults, resolve_placement
+from dspark_jax.eplb.validation import PlacementNotice, PlacementSource, placement_faults, resolve_placement
 
 __all__ = [
     "DraftExperts",
+    "ExpertCounter",
     "ExpertLayers",
     "ExpertStatistics",
     "LayerTables",
@@ -17,6 +19,7 @@ __all__ = [
     "LoadReport",
     "Placement",
     "PlacementNotice",
+    "PlacementSource",
     "StatisticsError",
     "StatisticsRecorder",
     "assign",

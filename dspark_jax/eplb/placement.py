@@ -105,6 +105,25 @@ class Placement:
         return hash(self.digest)
 
 
+@dataclass(frozen=True)
+class PlacedLayer:
+    """One layer of a placement as a hashable value: a module holds it, and its tables become constants of the program."""
+
+    placement: Placement
+    index: int
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the layer, over all ranks."""
+        return self.placement.num_slots
+
+    @property
+    def tables(self) -> LayerTables:
+        """The layer's tables; `expert_slots` is as wide as this layer's largest replica count, not as all layers'."""
+        tables = self.placement.layer(self.index)
+        return tables._replace(expert_slots=tables.expert_slots[:, : tables.replica_count.max()])
+
+
 def auto_assignment(num_experts: int, num_slots: int, expert_ranks: int) -> Int[np.ndarray, "slots"]:
     """Each rank gets its contiguous share of the experts, then goes on into the next rank's (TensorRT-LLM's default).
 

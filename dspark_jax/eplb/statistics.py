@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from jaxtyping import Int
@@ -61,6 +62,11 @@ class StatisticsRecorder:
         for layer, row in zip(range(len(counts)) if layers is None else layers, counts, strict=True):
             key = (iteration, int(layer))
             self._counts[key] = self._counts.get(key, 0) + row.astype(np.int64)
+
+    @property
+    def counts(self) -> Mapping[tuple[int, int], Int[np.ndarray, "E"]]:
+        """What was added so far: (iteration, layer) -> rows by expert."""
+        return MappingProxyType(self._counts)
 
     def finished(self, iteration: int) -> bool:
         """Whether the window ends with `iteration`, so that it is time to write."""

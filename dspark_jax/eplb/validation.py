@@ -21,7 +21,10 @@ class PlacementNotice(UserWarning):
     """A load-balancer section has no effect, or a part of it has none; the message says which and why."""
 
 
-def resolve_placement(source: ConfigSource | None, layers: ExpertLayers, expert_ranks: int) -> Placement | None:
+PlacementSource = ConfigSource | Placement
+
+
+def resolve_placement(source: PlacementSource | None, layers: ExpertLayers, expert_ranks: int) -> Placement | None:
     """The placement that a load-balancer section asks for, None where experts are not balanced.
 
     Balancing is active with a section and more than one expert rank. Without a section this returns None; with one
@@ -29,7 +32,7 @@ def resolve_placement(source: ConfigSource | None, layers: ExpertLayers, expert_
     ignored with one notice that names them (a file made for another drafter works without it).
 
     Args:
-      source: a YAML file's path, the section as a mapping or object, or None.
+      source: a YAML file's path, the section as a mapping or object, a placement, or None.
       layers: the model's MoE layers.
       expert_ranks: size of the mesh's `expert` axis.
 
@@ -38,12 +41,15 @@ def resolve_placement(source: ConfigSource | None, layers: ExpertLayers, expert_
     """
     if source is None:
         return None
-    config = load_config(source)
+    config = _as_section(source) if isinstance(source, Placement) else load_config(source)
     name = str(source) if isinstance(source, str) or hasattr(source, "__fspath__") else "load_balancer"
     if expert_ranks == 1:
         _notice(f"{name}: ignored, because experts are balanced over ranks and there is one expert rank")
         return None
-    raise_all(ConfigError, name, placement_faults(config, layers, expert_ranks))
+    faults = placement_faults(config, layers, expert_ranks)
+    if isinstance(source, Placement):
+        faults = [*_made_for_faults(source, layers, expert_ranks), *faults]
+    raise_all(ConfigError, name, faults)
     if outside := sorted((config.initial_global_assignments or {}).keys() - range(layers.num_layers)):
         stages = f" and {len(layers.draft_layers)} draft stages" if layers.draft else ", without draft stages"
         _notice(
@@ -78,6 +84,20 @@ def _placement(config: LoadBalancerConfig, layers: ExpertLayers, ranks: int) -> 
         return Placement.auto(layers.num_layers, layers.num_experts, config.num_slots, ranks)
     table = np.array([rows[layer] for layer in range(layers.num_layers)], np.int32)
     return Placement(table, layers.num_experts, ranks)
+
+
+def _as_section(placement: Placement) -> LoadBalancerConfig:
+    rows = {layer: row.tolist() for layer, row in enumerate(placement.slot_to_expert)}
+    return LoadBalancerConfig(placement.num_slots, rows)
+
+
+def _made_for_faults(placement: Placement, layers: ExpertLayers, ranks: int) -> Iterator[str]:
+    for name, made, here in (
+        ("expert_ranks", placement.expert_ranks, ranks),
+        ("num_experts", placement.num_experts, layers.num_experts),
+    ):
+        if made != here:
+            yield f"the placement was made with {name} = {made}; expected {here}: make it for this mesh and model"
 
 
 def _notice(message: str) -> None:

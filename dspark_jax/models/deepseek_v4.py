@@ -115,7 +115,8 @@ class DeepseekV4(nnx.Module):
                     out, aux = layer.attn.sequence(x.reshape(r, t, -1), select)
                     return out.reshape(r * t, -1), aux
 
-                return layer(streams, flat, keep, attend, self.axis)
+                streams, attention_aux, routed = layer(streams, flat, keep, attend, self.axis)
+                return streams, attention_aux, routed.aux()
 
             graph, params = nnx.split(layer)
 

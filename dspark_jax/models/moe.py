@@ -10,9 +10,11 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from dspark_jax.config import TargetConfig
 from dspark_jax.decode.rows import mask_rows
+from dspark_jax.eplb.placement import PlacedLayer
 from dspark_jax.models.layers import Linear, dot
 from dspark_kernels import expert_mlp as expert_kernels
 from dspark_kernels import routing as routing_kernels
+from dspark_kernels.routing.replicas import choose_slots
 
 
 class MoEAux(NamedTuple):
@@ -20,6 +22,26 @@ class MoEAux(NamedTuple):
 
     load: Float32[Array, "E"]
     share: Float32[Array, "E"]
+
+
+class Routed(NamedTuple):
+    """What the router of a layer chose: logical expert ids (-1 in padded rows), and its raw scores.
+
+    Nothing is counted until `load` or `aux` is called, so that a program without either has no counter.
+    """
+
+    ids: Int[Array, "B k"]
+    logits: Float32[Array, "B E"]
+
+    def load(self) -> Float32[Array, "E"]:
+        """Rows by expert; padded rows count nowhere."""
+        return routing_kernels.expert_load(self.ids, self.logits.shape[1])
+
+    def aux(self) -> MoEAux:
+        """For training; share is a row's part of `sqrt(softplus(logits))`."""
+        scores = mask_rows(jnp.sqrt(jax.nn.softplus(self.logits)), self.ids[:, 0] >= 0)
+        share = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-9)
+        return MoEAux(self.load(), jnp.sum(share, axis=0))
 
 
 class Gate(nnx.Module):
@@ -37,10 +59,13 @@ class Gate(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The routed experts' weights, stacked [E, in, out]; the leading axis is split over `expert`."""
+    """The routed experts' weights, stacked [E, in, out], by slot [slots, in, out] under a placement; the leading axis is
+    split over `expert`.
+    """
 
-    def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs):
-        e, d, f = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+    def __init__(self, config: TargetConfig, placed: PlacedLayer | None = None, *, rngs: nnx.Rngs):
+        d, f = config.hidden_size, config.moe_intermediate_size
+        e = placed.num_slots if placed else config.n_routed_experts
         self.w1 = nnx.Param(jax.random.normal(rngs.params(), (e, d, f)) / math.sqrt(d))
         self.w3 = nnx.Param(jax.random.normal(rngs.params(), (e, d, f)) / math.sqrt(d))
         self.w2 = nnx.Param(jax.random.normal(rngs.params(), (e, f, d)) / math.sqrt(f))
@@ -62,18 +87,22 @@ class SharedExpert(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """Feed-forward sublayer. `axis` names the mesh axis that experts are split over; None computes all of them here."""
+    """Feed-forward sublayer. `axis` names the mesh axis that experts are split over; None computes all of them here.
 
-    def __init__(self, config: TargetConfig, hashed: bool, *, rngs: nnx.Rngs):
+    Routing knows logical experts alone. With `placed` the weights are laid out by slot, and every chosen expert is
+    replaced by one of its slots before rows leave their rank.
+    """
+
+    def __init__(self, config: TargetConfig, hashed: bool, placed: PlacedLayer | None = None, *, rngs: nnx.Rngs):
         self.gate = Gate(config, hashed, rngs=rngs)
-        self.experts = Experts(config, rngs=rngs)
+        self.experts = Experts(config, placed, rngs=rngs)
         self.shared_experts = SharedExpert(config, rngs=rngs)
-        self.config = config
+        self.config, self.placed = config, placed
 
     def __call__(
         self, x: Float[Array, "B d"], token: Int[Array, "B"], valid: Bool[Array, "B"], axis: str | None
-    ) -> tuple[Float[Array, "B d"], MoEAux]:
-        """Routed experts plus the shared one; invalid rows come out as zeros."""
+    ) -> tuple[Float[Array, "B d"], Routed]:
+        """Routed experts plus the shared one, and the router's choice; invalid rows come out as zeros."""
         c = self.config
         x = mask_rows(x, valid)
         logits = dot(x, self.gate.weight[...], jnp.float32)
@@ -83,20 +112,26 @@ class MoE(nnx.Module):
             logits, top_k=c.num_experts_per_tok, scale=c.routed_scaling_factor, valid=valid, bias=bias, ids=hashed
         )
         out = self._experts(x, routing, axis) + self.shared_experts(x)
-        scores = mask_rows(jnp.sqrt(jax.nn.softplus(logits)), valid)
-        share = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-9)
-        aux = MoEAux(routing_kernels.expert_load(routing.ids, c.n_routed_experts), jnp.sum(share, axis=0))
-        return mask_rows(out.astype(x.dtype), valid), aux
+        return mask_rows(out.astype(x.dtype), valid), Routed(routing.ids, logits)
 
     def _experts(
         self, x: Float[Array, "B d"], routing: routing_kernels.Routing, axis: str | None
     ) -> Float32[Array, "B d"]:
         w1, w3, w2 = (w[...] for w in (self.experts.w1, self.experts.w3, self.experts.w2))
-        ids, weights = routing
+        ids, weights = self._places(routing.ids, axis), routing.weights
         if axis is None:
             return expert_kernels.expert_mlp(x, ids, weights, w1, w3, w2, limit=self.config.swiglu_limit)
-        # Dropless: every rank sees all rows, computes its own experts, and gets its rows' sums back.
+        # Dropless: every rank sees all rows, computes its own experts (or slots), and gets its rows' sums back.
         x, ids, weights = (jax.lax.all_gather(v, axis, tiled=True) for v in (x, ids, weights))
         local = ids - jax.lax.axis_index(axis) * w1.shape[0]
         part = expert_kernels.expert_mlp(x, local, weights, w1, w3, w2, limit=self.config.swiglu_limit)
         return jax.lax.psum_scatter(part, axis, scatter_dimension=0, tiled=True)
+
+    def _places(self, ids: Int[Array, "B k"], axis: str | None) -> Int[Array, "B k"]:
+        """Where the weights of the chosen experts are in the stacked arrays: the slot of a replica, or the id itself."""
+        if self.placed is None:
+            return ids
+        tables = self.placed.tables
+        # Rows are split over the axis: ranks that all began with an expert's first replica would crowd it.
+        offset = 0 if axis is None else jax.lax.axis_index(axis)
+        return choose_slots(ids, tables.expert_slots, tables.replica_count, offset=offset)

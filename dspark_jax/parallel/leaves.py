@@ -5,7 +5,7 @@ The names and shapes are those of `stage.PipeStage`, which the tests compare the
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dspark_jax.config import DraftConfig, TargetConfig
@@ -149,8 +149,10 @@ def sequential_head(c: TargetConfig, draft: DraftConfig, name: str) -> Iterator[
         yield _fp32(f"{name}.joint_bias", 3 * rank)
 
 
-def rank_leaves(c: TargetConfig, draft: DraftConfig | None, ranges: Ranges, expert: int, rank: int) -> set[Leaf]:
-    """Everything that `rank` holds."""
+def rank_leaves(
+    c: TargetConfig, draft: DraftConfig | None, ranges: Ranges, expert: int, rank: int, num_slots: int | None = None
+) -> set[Leaf]:
+    """Everything that `rank` holds; `num_slots` expert slots a layer, by default one an expert."""
     first, end = ranges[rank]
     last = rank == len(ranges) - 1
     found = {leaf for i in range(first, end) for leaf in layer(c, draft, i, i - first)}
@@ -160,7 +162,8 @@ def rank_leaves(c: TargetConfig, draft: DraftConfig | None, ranges: Ranges, expe
         found.update(head(c, expert))
         if draft:
             found.update(drafter(c, draft, end - first))
-    return found
+    slots = c.n_routed_experts if num_slots is None else num_slots
+    return {replace(leaf, shape=(slots, *leaf.shape[1:])) if leaf.role == "experts" else leaf for leaf in found}
 
 
 def layer_cache(c: TargetConfig, ratio: int, name: str, max_len: int, gamma: int) -> Iterator[Leaf]:

@@ -16,10 +16,12 @@ PIPE, EXPERT = "pipe", "expert"
 
 
 def make_mesh(pipe: int = 1, expert: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of `pipe` × `expert` devices, by default the first ones of `jax.devices()`."""
+    """A mesh of `pipe` × `expert` devices, by default the first ones of `jax.devices()`; a single one is this process's."""
     if pipe < 1 or expert < 1:
         raise ConfigError(f"mesh {pipe}x{expert}: both axes must be at least 1")
-    available = list(jax.devices() if devices is None else devices)
+    if devices is None:
+        devices = jax.devices() if pipe * expert > 1 else jax.local_devices()
+    available = list(devices)
     if len(available) < pipe * expert:
         raise ConfigError(
             f"mesh {pipe}x{expert} needs {pipe * expert} devices, but there are {len(available)};"

@@ -108,6 +108,7 @@ def plan_stages(
     chunk: int = 64,
     stops: int = 8,
     dtype: str = "bfloat16",
+    num_slots: int | None = None,
     costs: CostModel | None = None,
 ) -> StagePlan:
     """The cut whose slowest rank is fastest; of equal ones the one with the evenest positions, then the first.
@@ -119,12 +120,13 @@ def plan_stages(
       context: positions in front of them, and capacity of a request slot.
       chunk, stops: prompt tokens of a tick and slot, stop tokens of a request.
       dtype: of weights and activations: float32, bfloat16 or float16.
+      num_slots: expert slots of a layer; by default one an expert.
       costs: rates of the device, by default an H200's.
 
     Raises:
       ConfigError: listing all that makes the stages impossible.
     """
-    load = Workload(rows, context, expert, chunk, stops, dtype)
+    load = Workload(rows, context, expert, chunk, stops, dtype, num_slots)
     raise_all(ConfigError, "stages", [*_pipe_faults(config, pipe), *_faults(config, draft, load)])
     table = _CostTable(config, draft, load, costs or CostModel())
     layers, extra = config.num_hidden_layers, draft.num_stages if draft else 0
@@ -154,6 +156,7 @@ def given_stages(
     chunk: int = 64,
     stops: int = 8,
     dtype: str = "bfloat16",
+    num_slots: int | None = None,
     costs: CostModel | None = None,
 ) -> StagePlan:
     """The plan of a cut that the user has chosen.
@@ -168,7 +171,7 @@ def given_stages(
     Raises:
       ConfigError: listing all that makes the stages impossible.
     """
-    load = Workload(rows, context, expert, chunk, stops, dtype)
+    load = Workload(rows, context, expert, chunk, stops, dtype, num_slots)
     layers = config.num_hidden_layers
     ranges, faults = parse_stages(stages, layers) if isinstance(stages, str) else (tuple(stages), [])
     if not faults:
@@ -236,7 +239,13 @@ def _pipe_faults(config: TargetConfig, pipe: int) -> list[str]:
 
 def _faults(config: TargetConfig, draft: DraftConfig | None, load: Workload) -> list[str]:
     faults = list(draft.faults(config)) if draft else []
-    if load.expert < 1 or config.n_routed_experts % load.expert:
+    slots, experts = load.num_slots, config.n_routed_experts
+    if slots is not None and (load.expert < 1 or slots < experts or slots % load.expert):
+        faults.append(
+            f"num_slots is {slots}; expected at least {experts}, the routed experts, and a multiple of expert ="
+            f" {load.expert}"
+        )
+    if slots is None and (load.expert < 1 or experts % load.expert):
         faults.append(
             f"expert is {load.expert}; expected a divisor of the model's {config.n_routed_experts} routed experts"
         )

@@ -18,10 +18,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from dspark_jax.decode.item import Control, Item, Packing, idle_control, merge
+from dspark_jax.decode.logprobs import no_logprobs
 from dspark_jax.decode.round import advance, init_requests
 from dspark_jax.decode.rows import padded_rows
+from dspark_jax.decode.sampling import MAX_LOGPROBS
 from dspark_jax.decode.state import Emission, Requests, decode_item
+from dspark_jax.eplb.placement import Placement
 from dspark_jax.errors import ConfigError, raise_all
+from dspark_jax.models.moe import Routed
 from dspark_jax.parallel.mesh import EXPERT, PIPE
 from dspark_jax.parallel.stacking import Stacked
 from dspark_jax.parallel.stage import Pipeline, PipelineSpec, PipeStage
@@ -39,6 +43,8 @@ class RingConfig:
       chunk: prompt tokens of one tick and slot.
       rounds: rounds of one call.
       stops: most stop tokens of a request.
+      logprobs: most alternatives a token in the emissions' log-probabilities; None leaves those out of the program.
+      count_experts: count the rows of every logical expert in every tick; False leaves the counters out of the program.
     """
 
     slots: int
@@ -46,6 +52,8 @@ class RingConfig:
     chunk: int = 64
     rounds: int = 1
     stops: int = MAX_STOPS
+    logprobs: int | None = None
+    count_experts: bool = False
 
 
 @struct.dataclass
@@ -69,11 +77,14 @@ class TickOutput(NamedTuple):
     """What a tick of one rank did; [pipe, ticks, …] out of a call.
 
     `emission` and `generation` count on the last rank; `rows` are the valid rows that the rank worked on, by slot.
+    `expert_counts` are rows by logical expert, at the rank's layer positions (zeros behind them), one such block for each
+    expert rank; None unless they are counted. Draft stages count where requests draft.
     """
 
     emission: Emission
     generation: Int[Array, "R"]
     rows: Int[Array, "R"]
+    expert_counts: Int[Array, "positions E"] | None = None
 
 
 class Ring:
@@ -206,8 +217,8 @@ class Ring:
         else:
             streams = item.streams[:, :width].reshape(r * width, self.spec.config.hc_mult, -1)
             context = item.context[:, :width].reshape(r * width, -1)
-        streams, context, target_cache = stage.forward(rows, streams, context, target_cache)
-        emission, number = _no_emission(r, self.gamma), jnp.zeros((r,), jnp.int32)
+        streams, context, target_cache, choices = stage.forward(rows, streams, context, target_cache)
+        emission, number = _no_emission(r, self.gamma, self.sizes.logprobs), jnp.zeros((r,), jnp.int32)
         if rank < self.pipe - 1:
             sent = dataclasses.replace(
                 item,
@@ -220,16 +231,26 @@ class Ring:
             own, number, drafts = jax.tree.map(view, (requests, generation, draft_cache))
             rows = dataclasses.replace(rows, lane=None)
             own, number = _begin(own, number, item.control)
+            drafter = stage.drafter
             own, drafts, emission = advance(
-                stage, stage.drafter, own, drafts, work, rows, stage.hidden(streams), context, self.sizes.max_len
-            )
+                stage, drafter, own, drafts, work, rows, stage.hidden(streams), context, self.sizes.max_len,
+                self.sizes.logprobs,
+            )  # fmt: skip
+            choices += drafter.choices if drafter else ()
             sent = self._next_item(item, own)
             back = partial(_put, start=microbatch * r)
             requests, generation, draft_cache = jax.tree.map(
                 back, (requests, generation, draft_cache), (own, number, drafts)
             )
-        output = TickOutput(emission, number, work.count)
+        counts = self._count(choices) if self.sizes.count_experts else None
+        output = TickOutput(emission, number, work.count, counts)
         return sent, self.caches.put(caches, rank, (target_cache, draft_cache)), requests, generation, output
+
+    def _count(self, choices: tuple[Routed, ...]) -> Int[Array, "positions E"]:
+        """Rows by expert at this rank's positions, filled up to the most that a rank has."""
+        counts = jnp.stack([choice.load() for choice in choices]).astype(jnp.int32)
+        most = max(map(len, self.spec.expert_layers))
+        return jnp.pad(counts, ((0, most - len(choices)), (0, 0)))
 
     def _next_item(self, item: Item, requests: Requests) -> Item:
         """The microbatch's next item: the anchors and drafts of the running slots."""
@@ -253,13 +274,26 @@ def _faults(spec: PipelineSpec, mesh: Mesh, sizes: RingConfig):
         yield f"the mesh is {dict(mesh.shape)}; the stages need {PIPE} = {spec.pipe} and {EXPERT} = {spec.expert}"
     if sizes.slots < 1 or sizes.slots % spec.expert:
         yield f"slots is {sizes.slots}; expected a positive multiple of the expert axis, {spec.expert}"
-    if spec.config.n_routed_experts % spec.expert:
+    if spec.placement is not None:
+        yield from _placement_faults(spec, spec.placement)
+    elif spec.config.n_routed_experts % spec.expert:
         yield f"{EXPERT} is {spec.expert}; expected a divisor of the model's {spec.config.n_routed_experts} routed experts"
     if not 2 <= sizes.max_len <= spec.config.max_position_embeddings:
         yield f"max_len is {sizes.max_len}; expected 2 … {spec.config.max_position_embeddings}"
     for name in ("chunk", "rounds", "stops"):
         if getattr(sizes, name) < 1:
             yield f"{name} is {getattr(sizes, name)}; expected at least 1"
+    most = min(MAX_LOGPROBS, spec.config.vocab_size)
+    if sizes.logprobs is not None and not 0 <= sizes.logprobs <= most:
+        yield f"logprobs is {sizes.logprobs}; expected None (off) or 0 … {most}"
+
+
+def _placement_faults(spec: PipelineSpec, placement: Placement):
+    layers, experts = sum(map(len, spec.expert_layers)), spec.config.n_routed_experts
+    expected = {"num_layers": layers, "num_experts": experts, "expert_ranks": spec.expert}
+    for name, value in expected.items():
+        if getattr(placement, name) != value:
+            yield f"the placement's {name} is {getattr(placement, name)}; the stages need {value}"
 
 
 def _begin(requests: Requests, generation: jax.Array, control: Control) -> tuple[Requests, jax.Array]:
@@ -283,9 +317,10 @@ def _begin(requests: Requests, generation: jax.Array, control: Control) -> tuple
     return begun, pick(control.generation, generation)
 
 
-def _no_emission(slots: int, gamma: int) -> Emission:
+def _no_emission(slots: int, gamma: int, logprobs: int | None) -> Emission:
     zero = jnp.zeros((slots,), jnp.int32)
-    return Emission(jnp.zeros((slots, gamma + 1), jnp.int32), zero, zero, zero, zero)
+    none = no_logprobs(slots, gamma + 1, logprobs)
+    return Emission(jnp.zeros((slots, gamma + 1), jnp.int32), zero, zero, zero, zero, none)
 
 
 def _view(x: jax.Array, start: jax.Array, size: int) -> jax.Array:

@@ -15,12 +15,14 @@ from jaxtyping import Array, Float, Float32, Int
 from dspark_jax.config import DraftConfig, TargetConfig
 from dspark_jax.decode.rows import Rows
 from dspark_jax.drafters.dspark import DSpark, DSparkDrafter
+from dspark_jax.eplb.placement import PlacedLayer, Placement, expand_by_slot
 from dspark_jax.errors import CheckpointError, ConfigError
 from dspark_jax.models.attention import Attention, AttentionCache
 from dspark_jax.models.block import Block
 from dspark_jax.models.deepseek_v4 import tap
 from dspark_jax.models.hyper_connection import HyperHead
 from dspark_jax.models.layers import Linear, RMSNorm
+from dspark_jax.models.moe import Routed
 from dspark_jax.parallel.mesh import EXPERT, PIPE
 from dspark_jax.parallel.stacking import Path, Stacked, path_of
 from dspark_jax.parallel.vocabulary import SplitEmbedding, SplitHead
@@ -37,6 +39,7 @@ class PipelineSpec:
       ranges: the half-open range of target layers of every rank, in order, without gaps. The drafter lives on the last.
       expert: ranks that experts, vocabulary and request rows are split over.
       dtype: of activations.
+      placement: where the experts of all layers are, draft stages included; None has each once, in order.
     """
 
     config: TargetConfig
@@ -44,6 +47,7 @@ class PipelineSpec:
     ranges: Ranges
     expert: int
     dtype: Any = jnp.float32
+    placement: Placement | None = None
 
     @property
     def pipe(self) -> int:
@@ -52,6 +56,18 @@ class PipelineSpec:
     @property
     def gamma(self) -> int:
         return self.draft.block_size if self.draft else 0
+
+    @property
+    def expert_layers(self) -> tuple[tuple[int, ...], ...]:
+        """For every rank the layers of its positions in the one namespace: its target layers, then draft stages."""
+        base = self.config.num_hidden_layers
+        stages = range(base, base + (self.draft.num_stages if self.draft else 0))
+        target = [tuple(range(first, end)) for first, end in self.ranges]
+        return (*target[:-1], (*target[-1], *stages))
+
+    def placed(self, layer: int) -> PlacedLayer | None:
+        """Slots of `layer` of the namespace."""
+        return None if self.placement is None else PlacedLayer(self.placement, layer)
 
     @property
     def padded_vocab(self) -> int:
@@ -70,8 +86,8 @@ class PipeStage(nnx.Module):
         c, draft, (first, end) = spec.config, spec.draft, spec.ranges[rank]
         last = rank == spec.pipe - 1
         attention = [Attention(c, c.compress_ratios[i], rngs=rngs) for i in range(first, end)]
-        hashed = [i < c.num_hash_layers for i in range(first, end)]
-        self.layers = nnx.List([Block(c, a, h, rngs=rngs) for a, h in zip(attention, hashed, strict=True)])
+        layers = zip(range(first, end), attention, strict=True)
+        self.layers = nnx.List([Block(c, a, i < c.num_hash_layers, spec.placed(i), rngs=rngs) for i, a in layers])
         tapped = [i - first for i in (draft.target_layer_ids if draft else ()) if first <= i < end]
         self.taps = nnx.Dict({str(j): Linear(c.hidden_size, c.hidden_size, rngs=rngs) for j in tapped})
         embeds = rank == 0 or (last and draft is not None)
@@ -79,7 +95,7 @@ class PipeStage(nnx.Module):
         self.hc_head: Any = HyperHead(c) if last else None
         self.norm: Any = RMSNorm(c.hidden_size, c.rms_norm_eps) if last else None
         self.head: Any = SplitHead(c.hidden_size, c.vocab_size, spec.padded_vocab, EXPERT) if last else None
-        self.draft: Any = DSpark(c, draft, rngs=rngs) if last and draft is not None else None
+        self.draft: Any = DSpark(c, draft, spec.placement, rngs=rngs) if last and draft is not None else None
         if self.draft is not None:
             self.draft.mtp[0].main_proj = None  # its parts are the ranks' `taps`
         self.config, self.dtype, self.rank = c, jnp.dtype(spec.dtype), rank
@@ -109,18 +125,21 @@ class PipeStage(nnx.Module):
         streams: Float[Array, "B n d"],
         context: Float32[Array, "B d"],
         cache: Sequence[AttentionCache],
-    ) -> tuple[Float[Array, "B n d"], Float32[Array, "B d"], tuple[AttentionCache, ...]]:
-        """This rank's layers: new streams, the context projection with this rank's share added, new state."""
-        states = []
+    ) -> tuple[Float[Array, "B n d"], Float32[Array, "B d"], tuple[AttentionCache, ...], tuple[Routed, ...]]:
+        """This rank's layers: new streams, the context projection with this rank's share added, new state, and what each
+        layer's router chose.
+        """
+        states, choices = [], []
         for j, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{j}"):
-                streams, state, _ = layer(
+                streams, state, routed = layer(
                     streams, rows.token, rows.valid, lambda x, layer=layer, j=j: layer.attn(x, rows, cache[j]), self.axis
                 )
             states.append(state)
+            choices.append(routed)
             if str(j) in self.taps:
                 context = context + self.taps[str(j)](tap(streams), jnp.float32)
-        return streams, context, tuple(states)
+        return streams, context, tuple(states), tuple(choices)
 
     def hidden(self, streams: Float[Array, "B n d"]) -> Float[Array, "B d"]:
         """Rows for `logits` (last rank)."""
@@ -138,13 +157,20 @@ class Pipeline:
       spec: how the model is cut.
       params: parameters of the whole model, `nnx.split(SpeculativeLM)[1]`, as arrays or shapes.
 
+    Attributes:
+      spec: as given.
+      whole: shapes of `params`.
+      params: layout of the ranks' parameters.
+
     Raises CheckpointError if `params` lack what a rank needs, ConfigError if `spec` does not fit the model.
     """
 
     def __init__(self, spec: PipelineSpec, params: nnx.State):
         self.spec = spec
         check_ranges(spec.ranges, spec.config.num_hidden_layers)
-        self._whole: Mapping[Path, Any] = {path_of(p): x for p, x in jax.tree_util.tree_flatten_with_path(params)[0]}
+        # Shapes alone: the parameters themselves must not stay on the host for as long as the pipeline lives.
+        self.whole: nnx.State = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        self._whole = {path_of(p): x for p, x in jax.tree_util.tree_flatten_with_path(self.whole)[0]}
         stages = [nnx.eval_shape(lambda rank=rank: PipeStage(spec, rank, rngs=nnx.Rngs(0))) for rank in range(spec.pipe)]
         split = [nnx.split(stage) for stage in stages]
         self._graphs = [graph for graph, _ in split]
@@ -165,6 +191,19 @@ class Pipeline:
             lambda rank, path: self._source(whole, rank, path), lambda path: NamedSharding(mesh, self._spec(path))
         )
 
+    def layer_of(self, rank: int, path: Path) -> int:
+        """Layer of the namespace that a leaf of a rank's block belongs to."""
+        if path[0] == "draft":
+            return self.spec.config.num_hidden_layers + int(path[2])
+        return self.spec.ranges[rank][0] + int(path[1])
+
+    def abstract(self, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and shardings of what `place` gives, to compile for."""
+        return {
+            key: jax.ShapeDtypeStruct((self.spec.pipe, *x.shape), x.dtype, sharding=NamedSharding(mesh, self.specs[key]))
+            for key, x in self.params.shapes.items()
+        }
+
     @cached_property
     def specs(self) -> dict[str, PartitionSpec]:
         """Partition of the parameters by key."""
@@ -184,7 +223,13 @@ class Pipeline:
         return PartitionSpec(PIPE, None, EXPERT) if path[0] == "head" else PartitionSpec(PIPE)
 
     def _source(self, whole: Mapping[Path, Any], rank: int, path: Path) -> np.ndarray:
-        """A rank's leaf out of the whole model's parameters."""
+        """A rank's leaf out of the whole model's parameters: experts by slot, if they are placed."""
+        value = self._by_expert(whole, rank, path)
+        placed = self.spec.placed(self.layer_of(rank, path)) if "experts" in path else None
+        return expand_by_slot(value, placed.tables.slot_to_expert) if placed else value
+
+    def _by_expert(self, whole: Mapping[Path, Any], rank: int, path: Path) -> np.ndarray:
+        """A rank's leaf with experts in the order of their ids."""
         spec, first = self.spec, self.spec.ranges[rank][0]
         if path[0] == "draft":
             return np.asarray(_leaf(whole, path))

@@ -28,6 +28,8 @@ class Workload:
       expert: ranks that experts, vocabulary and requests are split over.
       chunk, stops: sizes of the item, see `ring.RingConfig`.
       dtype: of weights and activations.
+      num_slots: expert slots of a layer under a placement, which take memory; None is one an expert. Costs stay those of
+        the experts: replicas share an expert's rows.
     """
 
     rows: int
@@ -36,6 +38,7 @@ class Workload:
     chunk: int = 64
     stops: int = 8
     dtype: str = "bfloat16"
+    num_slots: int | None = None
 
     @property
     def item_size(self) -> int:

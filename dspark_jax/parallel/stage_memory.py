@@ -51,7 +51,7 @@ class StageMemory:
 def stage_memory(c: TargetConfig, draft: DraftConfig | None, ranges: Ranges, load: Workload) -> StageMemory:
     """Memory of the stages `ranges` for a ring whose requests may reach `load.context` positions."""
     pipe, expert, size = len(ranges), load.expert, load.item_size
-    held = [rank_leaves(c, draft, ranges, expert, rank) for rank in range(pipe)]
+    held = [rank_leaves(c, draft, ranges, expert, rank, load.num_slots) for rank in range(pipe)]
     own = tuple(sum(leaf.bytes(size, expert) for leaf in part) for part in held)
     state = set[Leaf]().union(*(rank_cache(c, draft, ranges, rank, load.context) for rank in range(pipe)))
     gamma = draft.block_size if draft else 0

@@ -1,29 +1,39 @@
 """The serving engine: requests come and go at any time, and every rank of the mesh works in every tick."""
 
+import atexit
 import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from dspark_jax.api import LM, model_folder
 from dspark_jax.checkpoint.reader import read_checkpoint, read_tokenizer
+from dspark_jax.config import read_config
+from dspark_jax.decode.item import Control
 from dspark_jax.decode.sampling import SamplingParams
+from dspark_jax.eplb.collect import ExpertCounter
+from dspark_jax.eplb.namespace import ExpertLayers
+from dspark_jax.eplb.placement import Placement
+from dspark_jax.eplb.relayout import relayout
+from dspark_jax.eplb.validation import PlacementSource, resolve_placement
 from dspark_jax.errors import ConfigError, RequestError, raise_all
 from dspark_jax.parallel.mesh import EXPERT, PIPE, make_mesh
 from dspark_jax.parallel.planner import given_stages, plan_stages
 from dspark_jax.parallel.ring import Ring, RingConfig, TickOutput
 from dspark_jax.parallel.stage import PipelineSpec, Ranges
+from dspark_jax.parallel.stage_memory import stage_memory
 from dspark_jax.requests import Params, Prompt, RequestReader
 from dspark_jax.results import Completion, RoundOutput, Tally
+from dspark_jax.serve.processes import Processes, spans_processes
 from dspark_jax.serve.scheduler import Commit, Scheduler, slot_counts
 from dspark_jax.text import TextStream, as_tokenizer
 
@@ -60,6 +70,10 @@ class Engine:
     Every method may be called from any thread; the device's work is done by whoever calls `step`, `stream` or
     `generate`.
 
+    On a mesh of several processes (`parallel.distributed`) every process makes the engine, with the same arguments.
+    Requests enter at process 0; the others call `follow`, which returns when process 0 calls `close` or leaves its
+    `with` block.
+
     Args:
       model: a shipped model's name, a checkpoint folder, or an `LM` (its weights are laid out anew for the mesh).
       mesh: from `make_mesh`; one device by default.
@@ -71,6 +85,12 @@ class Engine:
       chunk: prompt tokens of one tick and slot.
       rounds_per_call: rounds of one device call; more hide the host's work and let new requests wait longer.
       speculate: False leaves the drafter out: plain decoding.
+      max_logprobs: the largest `SamplingParams.logprobs` of a request, at most 20. By default no request may ask for
+        log-probabilities, and the compiled program does not compute them.
+      placement: slots of the experts: a load-balancer file, its content as a mapping, or a `Placement`; see
+        docs/expert_placement.md. Ignored, with a warning, where the mesh has one expert rank.
+      count_experts: first iteration whose rows are counted by expert, and the first that is not any more (`expert_counter`,
+        `eplb.collect`). By default the compiled program has no counter.
 
     Raises CheckpointError or ConfigError before any device work.
     """
@@ -87,12 +107,17 @@ class Engine:
         chunk: int = 64,
         rounds_per_call: int = 1,
         speculate: bool = True,
+        max_logprobs: int | None = None,
+        placement: PlacementSource | None = None,
+        count_experts: tuple[int, int] | None = None,
     ):
         mesh = make_mesh() if mesh is None else mesh
         pipe, expert = mesh.shape[PIPE], mesh.shape[EXPERT]
         self.slots = int(8 * pipe * expert if slots is None else slots)
         per_batch, faults = slot_counts(self.slots, pipe, expert)
         raise_all(ConfigError, "engine", faults)
+        # Before the weights are read: a file that does not fit is refused at once, on every process.
+        placed = None if placement is None else resolve_placement(placement, _expert_layers(model, speculate), expert)
         config, draft, params, tokenizer = _read(model, mesh, dtype)
         limit = config.max_position_embeddings
         self.max_len = int(min(limit, 4096) if max_len is None else max_len)
@@ -105,26 +130,40 @@ class Engine:
             "expert": expert,
             "chunk": max(chunk, 1),
             "dtype": activations.name,
+            "num_slots": placed.num_slots if placed else None,
         }
         if stages is None:
             self.plan = plan_stages(config, draft, pipe, **load)
         else:
             self.plan = given_stages(config, draft, stages, pipe, **load)
-        spec = PipelineSpec(config, draft, self.plan.ranges, expert, activations)
-        self.ring = Ring(spec, params, mesh, RingConfig(per_batch, self.max_len, chunk, rounds_per_call))
+        spec = PipelineSpec(config, draft, self.plan.ranges, expert, activations, placed)
+        self.expert_counter = _expert_counter(spec, count_experts)
+        counting = count_experts is not None
+        sizes = RingConfig(
+            per_batch, self.max_len, chunk, rounds_per_call, logprobs=max_logprobs, count_experts=counting
+        )
+        self.ring = Ring(spec, params, mesh, sizes)
         self.mesh, self.config, self.draft_config, self.tokenizer = mesh, config, spec.draft, as_tokenizer(tokenizer)
         self.gamma = spec.gamma
+        self._processes = Processes(self.ring) if spans_processes(mesh) else None
+        self._owes_stop = False
         self._params = self.ring.pipeline.place(params, mesh)
-        self._reader = RequestReader(config, self.tokenizer, self.max_len)
+        self._reader = RequestReader(config, self.tokenizer, self.max_len, max_logprobs)
         self._scheduler = Scheduler(pipe, per_batch, expert, chunk)
         self._entries: dict[Hashable, _Entry] = {}
         self._numbers = itertools.count()
         self._pending: deque[TickOutput] = deque()
         self._state: Any = None
         self._step: Any = None
-        self._gather: Any = None
         self._lock = threading.RLock()
         self.timeline: deque[Tick] = deque(maxlen=TIMELINE)
+        self._owe_stop()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -137,15 +176,15 @@ class Engine:
         ignore_eos: bool = False,
     ) -> Hashable:
         """Queues a request and returns its id, by default a number. Raises RequestError that names every fault."""
+        self._check_process()
         request = self._reader.read([prompt], params, ignore_eos)[0]
         with self._lock:
             index = next(self._numbers)
             key = index if request_id is None else request_id
             if key in self._entries:
                 raise RequestError(f"request_id {key!r} is in use; choose another, or read that request to its end first")
-            self._entries[key] = _Entry(
-                index, prompt, request.prompt, Tally(self.gamma), TextStream(self.decode), time.perf_counter()
-            )
+            tally = Tally(self.gamma, request.params.logprobs is not None)
+            self._entries[key] = _Entry(index, prompt, request.prompt, tally, TextStream(self.decode), time.perf_counter())
             self._scheduler.submit(key, request)
         return key
 
@@ -194,6 +233,7 @@ class Engine:
         self, prompts: Sequence[Prompt], params: Params = None, *, ignore_eos: bool = False
     ) -> list[Completion]:
         """Answers every prompt; arguments and errors as for `LM.generate`."""
+        self._check_process()
         requests = self._reader.read(prompts, params, ignore_eos)
         keys = [
             self.submit(prompt, request.params, request_id=object(), ignore_eos=ignore_eos)
@@ -209,6 +249,41 @@ class Engine:
         """Text of ids; special tokens have none, incomplete characters become U+FFFD."""
         return self.tokenizer.decode([int(i) for i in ids])
 
+    @property
+    def placement(self) -> Placement | None:
+        """Where the experts are; None: each once, in order."""
+        return self.ring.spec.placement
+
+    def set_placement(self, placement: PlacementSource | None) -> None:
+        """Moves the experts; the checkpoint is not read, and running requests go on with the same tokens.
+
+        A program is compiled for the new placement, then expert weights are copied from device to device, leaf by leaf
+        (`eplb.relayout`). The caches do not depend on where experts are. If a device runs out of memory during the copy,
+        the engine is lost.
+
+        Args:
+          placement: as for `Engine`; None: each expert once, in order.
+
+        Raises ConfigError, before anything has changed, if it does not fit, or if the mesh spans processes.
+        """
+        if self._processes is not None:
+            raise ConfigError("set_placement works in one process; give the placement to Engine in every process instead")
+        spec, sizes = self.ring.spec, self.ring.sizes
+        placed = resolve_placement(placement, ExpertLayers.of(spec.config, spec.draft), spec.expert)
+        ring = Ring(replace(spec, placement=placed), self.ring.pipeline.whole, self.mesh, sizes)
+        with self._lock:
+            if placed == self.placement:
+                return
+            step = self._step
+            if step is not None:
+                record = ring.place_control(ring.idle_control())
+                step = ring.step.lower(ring.pipeline.abstract(self.mesh), self._state, record).compile()
+            self._params = relayout(self._params, self.ring.pipeline, ring.pipeline, self.mesh)
+            self.ring, self._step = ring, step
+            load = replace(self.plan.load, num_slots=placed.num_slots if placed else None)
+            memory = stage_memory(self.config, self.draft_config, self.plan.ranges, load)
+            self.plan = replace(self.plan, load=load, memory=memory)
+
     # -- device --------------------------------------------------------------------------------------------------------
 
     def warmup(self, progress: Callable[[str], None] | None = None) -> float:
@@ -221,37 +296,61 @@ class Engine:
         with self._lock:
             if self._step is None:
                 tell("allocating caches")
-                state = self.ring.init_state()
-                record = self.ring.place_control(self.ring.idle_control())
+                self._state = self.ring.init_state()
+                record, _ = self._place(self.ring.idle_control())
                 tell("compiling the ring")
-                step = self.ring.step.lower(self._params, state, record).compile()
+                step = self.ring.step.lower(self._params, self._state, record).compile()
                 tell("running an empty round")
-                self._state, output = step(self._params, state, record)
-                self._read(output)
+                self._read(self._run(step, record))
                 self._step = step
         return time.perf_counter() - begin
 
     @property
     def busy(self) -> bool:
-        """Whether a request is waiting or running, or a result was not read."""
-        return self._scheduler.busy or bool(self._pending)
+        """Whether a request is waiting or running, so that `step` has work."""
+        return self._scheduler.busy
 
     def step(self) -> list[tuple[Hashable, RoundOutput]]:
         """Dispatches one call, reads the one before it, and returns what that one committed, by request id.
 
-        The last results are read by a step that has nothing to dispatch. Without work it does nothing.
+        Without work it does nothing.
         """
+        self._check_process()
         self.warmup()
         with self._lock:
-            if working := self._scheduler.busy:
-                record = self.ring.place_control(self._scheduler.plan(self.ring.idle_control()))
-                self._state, output = self._step(self._params, self._state, record)
-                self._pending.append(output)
-            if len(self._pending) < (2 if working else 1):
+            if not self.busy:
                 return []
-            return [self._deliver(commit) for commit in self._absorb(self._pending.popleft())]
+            self._call(self._scheduler.plan(self.ring.idle_control()))
+            if len(self._pending) < 2:
+                return []
+            found = [self._deliver(commit) for commit in self._absorb(self._pending.popleft())]
+            if not self.busy:
+                while self._pending:  # every request's end was read: what is in flight belongs to nobody
+                    self._count(self._pending.popleft())
+            return found
+
+    def _place(self, record: Control | None, stop: bool = False) -> tuple[Control, Any]:
+        """The record on the mesh and, on several processes, process 0's word whether to stop."""
+        if self._processes is not None:
+            return self._processes.spread(record, stop)
+        assert record is not None
+        return self.ring.place_control(record), None
+
+    def _run(self, step: Any, record: Control) -> TickOutput:
+        """Dispatches one call of the ring; its output can be read in every process."""
+        self._state, output = step(self._params, self._state, record)
+        return output if self._processes is None else self._processes.gather(output)
+
+    def _call(self, record: Control, stop: bool = False) -> None:
+        self._owe_stop()
+        self._pending.append(self._run(self._step, self._place(record, stop)[0]))
+
+    def _count(self, output: TickOutput) -> None:
+        if self.expert_counter is not None:
+            self.expert_counter.add(np.asarray(output.expert_counts))
 
     def _absorb(self, output: TickOutput) -> Iterator[Commit]:
+        self._count(output)
         emission, generation, rows = self._read(output)
         pipe = self.ring.pipe
         for t, row in enumerate(rows.T):
@@ -260,17 +359,70 @@ class Engine:
 
     def _read(self, output: TickOutput) -> tuple[Any, np.ndarray, np.ndarray]:
         """Emission and generation of the last rank, [ticks, slots, …], and valid rows [pipe, ticks], on the host."""
-        if jax.process_count() > 1:
-            if self._gather is None:
-                everywhere = NamedSharding(self.mesh, PartitionSpec())
-                self._gather = jax.jit(lambda x: x, out_shardings=everywhere).lower(output).compile()
-            output = self._gather(output)
         host = jax.device_get(output)
         return jax.tree.map(lambda x: x[-1], host.emission), host.generation[-1], host.rows.sum(axis=2)
 
+    # -- several processes -----------------------------------------------------------------------------------------------
+
+    @property
+    def follows(self) -> bool:
+        """Whether this process takes part in the calls of another one, process 0, by `follow`."""
+        return self._processes is not None and self._processes.index > 0
+
+    def follow(self) -> None:
+        """Makes the device calls of process 0's engine until that is closed; for the other processes.
+
+        Raises RequestError on process 0 and where one process has the whole mesh.
+        """
+        processes = self._processes
+        if processes is None or not self.follows:
+            raise RequestError("follow() is for the processes other than 0; submit requests to this engine instead")
+        self.warmup()
+        with self._lock:
+            processes.follow(self._follow_call)
+            jax.block_until_ready(self._state)
+
+    def _follow_call(self) -> jax.Array:
+        record, stop = self._place(None)
+        self._run(self._step, record)
+        return stop
+
+    def close(self) -> None:
+        """Lets `follow` return on the other processes; on one process it does nothing.
+
+        What is in flight is read before, so `stream` and `result` still have it. The engine serves on if the other
+        processes follow again. An engine that was not closed is closed when Python ends.
+        """
+        with self._lock:
+            if self._processes is None or not self._owes_stop:
+                return
+            try:
+                self.warmup()
+                self._processes.stop(lambda flag: self._call(self.ring.idle_control(), flag))
+                while self._pending:
+                    for commit in self._absorb(self._pending.popleft()):
+                        self._deliver(commit)
+            finally:
+                self._owes_stop = False
+                atexit.unregister(self.close)
+
+    def _owe_stop(self) -> None:
+        """Notes that the other processes wait for calls, and must be told when no more will come."""
+        if self._processes is not None and not self.follows and not self._owes_stop:
+            self._owes_stop = True
+            atexit.register(self.close)
+
+    def _check_process(self) -> None:
+        if self._processes is not None:
+            self._processes.require_process_0()
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
     def _deliver(self, commit: Commit) -> tuple[Hashable, RoundOutput]:
         entry, now = self._entries[commit.key], time.perf_counter()
-        kept = entry.tally.add(commit.tokens, commit.accepted, commit.verified, prefill=commit.prefill)
+        kept = entry.tally.add(
+            commit.tokens, commit.accepted, commit.verified, prefill=commit.prefill, logprobs=commit.logprobs
+        )
         pieces = [entry.text.push(token) for token in commit.tokens]
         if commit.prefill:
             entry.first = now
@@ -280,6 +432,7 @@ class Engine:
         output = RoundOutput(
             index=entry.index, round=entry.tally.rounds, tokens=commit.tokens, pieces=tuple(pieces), accepted=kept,
             verified=commit.verified, finish_reason=commit.finish_reason, request_id=commit.key,
+            logprobs=commit.logprobs,
         )  # fmt: skip
         entry.outputs.append(output)
         return commit.key, output
@@ -288,11 +441,29 @@ class Engine:
         entry.finish_reason, entry.last = reason, time.perf_counter()
 
     def _entry(self, request_id: Hashable) -> _Entry:
+        self._check_process()
         if request_id not in self._entries:
             raise RequestError(
                 f"request_id {request_id!r} is unknown; expected one that submit returned and that was not read to its end"
             )
         return self._entries[request_id]
+
+
+def _expert_counter(spec: PipelineSpec, window: tuple[int, int] | None) -> ExpertCounter | None:
+    if window is None:
+        return None
+    c = spec.config
+    return ExpertCounter(spec.expert_layers, spec.expert, c.n_routed_experts, c.num_experts_per_tok, window)
+
+
+def _expert_layers(model: str | Path | LM, speculate: bool) -> ExpertLayers:
+    """The MoE layers that will run; of a folder, config.json alone is read."""
+    if isinstance(model, LM):
+        layers = ExpertLayers.of(model.config, model.draft_config)
+    else:
+        folder = model_folder(model)
+        layers = ExpertLayers.from_hf(read_config(folder), source=str(folder / "config.json"))
+    return layers if speculate else replace(layers, draft=None)
 
 
 def _read(model: str | Path | LM, mesh: Mesh, dtype: Any) -> tuple[Any, Any, Any, Any]:
@@ -320,4 +491,5 @@ def _completion(entry: _Entry, decode: Callable[[Sequence[int]], str]) -> Comple
         accepted_by_position=tuple(tally.accepted),
         prefill_seconds=entry.first - entry.submitted,
         seconds=entry.last - entry.submitted,
+        logprobs=tally.logprobs,
     )

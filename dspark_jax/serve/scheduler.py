@@ -12,6 +12,7 @@ import numpy as np
 
 from dspark_jax.decode.batch import Request
 from dspark_jax.decode.item import Control
+from dspark_jax.decode.logprobs import TokenLogprobs, read_logprobs
 from dspark_jax.decode.state import FINISH_REASONS, RUNNING, Emission
 
 Slot = tuple[int, int]  # microbatch, slot
@@ -40,6 +41,7 @@ class Commit:
     accepted: int
     verified: int
     finish_reason: str | None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass
@@ -142,7 +144,8 @@ class Scheduler:
             tokens = tuple(int(x) for x in emission.token[t, s, : emission.count[t, s]])
             finish = None if reason == RUNNING else FINISH_REASONS[reason]
             accepted, verified = int(emission.accepted[t, s]), int(emission.verified[t, s])
-            commit = Commit(run.key, run.first, tokens, accepted, verified, finish)
+            logprobs = read_logprobs(emission.logprobs, (t, s), len(tokens), run.request.params.logprobs)
+            commit = Commit(run.key, run.first, tokens, accepted, verified, finish, logprobs)
             run.first = False
             if finish is not None:
                 del self.running[run.key], self._by_generation[run.generation]

@@ -54,10 +54,10 @@ def packed_blocks(
     flat = row[:, None] * length + jnp.maximum(source, 0)
     history = [jnp.where(visible[..., None], k[flat], 0) for k in keys]
     anchor = tokens[row, position]
-    hidden, moe = stages.block(target, anchor, position, anchors.keep.reshape(-1), history, visible)
+    hidden, routed = stages.block(target, anchor, position, anchors.keep.reshape(-1), history, visible)
     previous = tokens[row[:, None], position[:, None] + jnp.arange(gamma)]
     logits, confidence = stages.forced(target, hidden, previous)
-    return logits, confidence, hidden, moe
+    return logits, confidence, hidden, tuple(choice.aux() for choice in routed)
 
 
 def draft_objective(

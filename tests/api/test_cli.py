@@ -53,6 +53,21 @@ def test_json_without_compare_and_without_drafts(run, spelling: LM):
     assert found["rounds"] == 5 and found["tokens_per_second"] == found["plain_tokens_per_second"] > 0
 
 
+def test_json_with_logprobs(run, spelling: LM):
+    arguments = ("generate", "--prompt", "abc", "--max-tokens", "6", "--json")
+    assert json.loads(run(*arguments, lm=spelling)[1])["logprobs"] is None
+    found = json.loads(run(*arguments, "--logprobs", "2", lm=spelling)[1])
+    assert [len(one["top"]) for one in found["logprobs"]] == [2] * 6
+    assert [one["top"][0] for one in found["logprobs"]] == [
+        {"token_id": token, "logprob": one["logprob"]}
+        for token, one in zip(found["token_ids"], found["logprobs"], strict=True)
+    ]
+    code, out, err = run(*arguments[:-1], "--logprobs", "2", lm=spelling)
+    assert code == 2 and out == "" and "--logprobs has nowhere to appear in the text; add --json" in err
+    code, out, err = run(*arguments, "--logprobs", "21", lm=spelling)
+    assert code == 2 and out == "" and "logprobs = 21; expected None (off) or an integer in 0 … 20" in err
+
+
 def test_samples_are_not_called_identical(run, babbling: LM):
     common = ("generate", "--prompt", "abc", "--max-tokens", "9", "--compare", "--temperature", "1.5", "--seed", "3")
     code, out, _ = run(*common, "--json", lm=babbling)

@@ -177,7 +177,7 @@ def test_no_request_comes_so_near_to_its_capacity_that_drafts_are_cut():
 
 def test_no_round_runs_after_the_last_token_that_can_be_foreseen(spelling: LM, monkeypatch):
     spelling.compile(["ab"], greedy(), speculate=[True, False])
-    decoder, calls = spelling._decoders[1, 256], []
+    decoder, calls = spelling._decoders[1, 256, None], []
     for name in ("rounds", "plain_rounds"):
         step = decoder._compiled[name]
         monkeypatch.setitem(

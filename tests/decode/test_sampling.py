@@ -215,7 +215,7 @@ def test_a_top_k_of_the_vocabulary_or_more_is_off(top_k):
 @pytest.mark.parametrize(
     "name",
     [
-        "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "logit_bias", "best_of", "logprobs",
+        "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "logit_bias", "best_of", "prompt_logprobs",
         "guided_json", "typical_p", "min_tokens", "use_beam_search",
     ],
 )  # fmt: skip

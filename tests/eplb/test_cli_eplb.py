@@ -1,4 +1,4 @@
-"""`dspark-jax eplb`: plan, report and check on real files; every fault and exit code 2."""
+"""`dspark-jax eplb`: plan, report, check, collect and apply on real files; every fault and exit code 2."""
 
 import json
 import subprocess
@@ -11,8 +11,20 @@ import yaml
 
 from dspark_jax import cli
 from dspark_jax.config import to_hf
-from dspark_jax.eplb import LoadBalancerConfig, StatisticsRecorder, assign, load_config, save_config
+from dspark_jax.eplb import (
+    ExpertCounter,
+    LoadBalancerConfig,
+    StatisticsRecorder,
+    assign,
+    load_config,
+    read_statistics,
+    save_config,
+)
+from dspark_jax.parallel.mesh import make_mesh
+from dspark_jax.parallel.mesh_config import load_mesh
+from helpers import placed_model
 from helpers.checkpoints import DRAFT, TARGET
+from helpers.placed_model import base_engine
 
 EXPERTS, LAYERS = TARGET.n_routed_experts, TARGET.num_hidden_layers + DRAFT.num_stages  # 4 experts, layers 0 … 4
 
@@ -158,6 +170,81 @@ def test_bad_input_is_one_message_and_exit_code_2(run, statistics, model, tmp_pa
     filled = [a.format(tmp=tmp_path, statistics=statistics, model=model) for a in arguments]
     code, out, err = run(*filled)
     assert code == 2 and out == "" and message in err and "Traceback" not in err
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": text, "kind": kind} for text, kind in (("abc", "x"), ("defg", "x"), ("h", "y"))]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def shared_engine(monkeypatch):
+    """The commands get the engine of the other tests in place of one that they would compile."""
+    engine = base_engine(1, 2)
+    seen = {}
+
+    def make(model, **options):
+        seen.update(options, model=model)
+        c = engine.config
+        engine.expert_counter = ExpertCounter(
+            engine.ring.spec.expert_layers, 2, c.n_routed_experts, c.num_experts_per_tok, options["count_experts"]
+        )
+        return engine
+
+    monkeypatch.setattr("dspark_jax.serve.engine.Engine", make)
+    # The option takes all devices of a process, and this one has more.
+    monkeypatch.setattr("dspark_jax.cli_eplb_run.chosen_mesh", lambda *_: (load_mesh("1x2"), make_mesh(1, 2)))
+    yield seen
+    engine.set_placement(None)
+
+
+def test_collect_writes_what_plan_reads(run, shared_engine, prompts, tmp_path):
+    folder = tmp_path / "new"
+    command = ["collect", "--prompts", prompts, "--out", folder, "--mesh", "1x2", "--max-tokens", 9]
+    code, out, err = run(*command, "--kind", "x", "--iterations", "1-4")
+    assert code == 0 and err == "" and "iterations 1 … 3 of 4, 4 layers, 2 expert ranks" in out
+    assert shared_engine["model"] == "nano" and shared_engine["count_experts"] == (1, 4)
+    assert dict(shared_engine["mesh"].shape) == {"pipe": 1, "expert": 2}
+    assert read_statistics(folder).iterations == [1, 2, 3]
+    for key in base_engine(1, 2).ring.spec.expert_layers[0]:
+        assert read_statistics(folder).by_iteration(key).shape == (3, 8)
+    assert run("plan", folder, "--output", tmp_path / "map.yaml", "--num-slots", 10)[0] == 0
+    assert len(load_config(tmp_path / "map.yaml").initial_global_assignments or ()) == 4
+
+
+@pytest.mark.parametrize("window", ["4-4", "4", "a-b", "-1-3"])
+def test_collect_refuses_a_window_that_is_none(run, prompts, tmp_path, window):
+    code, out, err = run("collect", "--prompts", prompts, "--out", tmp_path / "new", "--iterations", window)
+    assert code == 2 and out == "" and 'expected "START-STOP" with START < STOP' in err
+
+
+@pytest.mark.long
+def test_apply_compares_tokens_and_loads(run, shared_engine, prompts, model, tmp_path):
+    path = tmp_path / "map.yaml"
+    (model / "config.json").write_text(json.dumps(to_hf(placed_model.CONFIG, placed_model.DRAFT)))
+    rows = placed_model.rotated(2).slot_to_expert
+    save_config(LoadBalancerConfig(16, dict(enumerate(rows.tolist()))), path)
+    command = ["apply", path, "--prompts", prompts, "--mesh", "1x2", "--max-tokens", 9, "--model", model]
+    code, out, err = run(*command)
+    assert code == 0 and err == "" and "3 of 3 answers have the same tokens" in out
+    assert [line.split()[0] for line in out.splitlines()[2:9]] == ["0", "1", "2", "3", "target", "draft", "all"]
+    base_engine(1, 2).set_placement(None)
+    found = json.loads(run(*command, "--json")[1])
+    assert (found["answers"], found["same_tokens"], found["expert_ranks"]) == (3, 3, 2)
+    assert found["before"]["all"]["mean"] == found["after"]["all"]["mean"] > 0
+
+
+def test_apply_refuses_what_does_not_fit_before_anything_runs(run, prompts, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("dspark_jax.serve.engine.Engine", None)
+    path = tmp_path / "map.yaml"
+    save_config(LoadBalancerConfig(6, {}), path)
+    code, out, err = run("apply", path, "--prompts", prompts, "--mesh", "2x4", "--model", model)
+    assert code == 2 and out == "" and "draft stage layers [3, 4] are missing" in err
+    code, out, err = run("apply", path, "--prompts", prompts, "--mesh", "8x1", "--model", model)
+    assert code == 2 and out == "" and "one expert rank, where no placement has an effect" in err
 
 
 def test_the_shipped_model_is_checked_without_jax(tmp_path):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from dspark_jax.errors import CheckpointError, ConfigError
 from dspark_jax.parallel.mesh import EXPERT, PIPE, make_mesh
 from dspark_jax.parallel.ring import Ring, RingConfig
 from dspark_jax.parallel.stage import Pipeline, PipelineSpec
+from helpers.jaxprs import equations
 from helpers.mesh_model import CONFIG, DRAFT, GAMMA, MAX_LEN, model
 from helpers.runner import scaled_error
 
@@ -33,16 +33,6 @@ def ring(ranges=((0, 2), (2, 4)), expert=2, draft=DRAFT, **sizes) -> Ring:
     spec = PipelineSpec(CONFIG, draft, ranges, expert)
     sizes = {"slots": 4, "max_len": MAX_LEN, "chunk": 8} | sizes
     return Ring(spec, model(draft is not None)[1], make_mesh(len(ranges), expert), RingConfig(**sizes))
-
-
-def equations(jaxpr) -> Iterator:
-    """Every equation, those of inner programs too."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
 
 
 def axes_of(eqn) -> set[str]:
@@ -141,7 +131,7 @@ def context_and_hidden(ranges) -> tuple[np.ndarray, np.ndarray]:
         stages = [pipeline.stage({k: x[rank] for k, x in leaves.items()}, rank) for rank in range(len(ranges))]
         streams = stages[0].embed_streams(rows.token)
         for stage in stages:
-            streams, context, _ = stage.forward(rows, streams, context, stage.init_cache(2, MAX_LEN, GAMMA + 1))
+            streams, context, *_ = stage.forward(rows, streams, context, stage.init_cache(2, MAX_LEN, GAMMA + 1))
         return mask_rows(context, rows.valid), mask_rows(stages[-1].hidden(streams), rows.valid)
 
     here = PartitionSpec()
