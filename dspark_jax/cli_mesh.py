@@ -28,6 +28,9 @@ def plan_stages(
     context: Annotated[
         int | None, typer.Option(help="Positions of a request; by default 8192 or the model's limit.")
     ] = None,
+    num_slots: Annotated[
+        int | None, typer.Option(help="Expert slots of a layer over all expert ranks; by default one an expert.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Of weights and activations: bfloat16, float32 or float16.")] = "bfloat16",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
@@ -43,12 +46,13 @@ def plan_stages(
     stages = shape.stages if stages is None else stages
     if stages is None:
         plan = planner.plan_stages(
-            config, draft, shape.pipe, rows=rows, context=context, expert=shape.expert, dtype=dtype
+            config, draft, shape.pipe, rows=rows, context=context, expert=shape.expert, dtype=dtype, num_slots=num_slots
         )
     else:
         plan = planner.given_stages(
-            config, draft, stages, shape.pipe, rows=rows, context=context, expert=shape.expert, dtype=dtype
-        )
+            config, draft, stages, shape.pipe, rows=rows, context=context, expert=shape.expert, dtype=dtype,
+            num_slots=num_slots,
+        )  # fmt: skip
     if as_json:
         print(json.dumps({"model": model, "mesh": str(shape), "given": stages is not None, **plan.as_dict()}))
     else:

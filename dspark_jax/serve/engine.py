@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dspark_jax.api import LM, model_folder
-from dspark_jax.checkpoint.reader import read_checkpoint, read_tokenizer
-from dspark_jax.config import read_config
+from dspark_jax.api import LM
 from dspark_jax.decode.item import Control
 from dspark_jax.decode.sampling import SamplingParams
 from dspark_jax.eplb.collect import ExpertCounter
@@ -33,6 +31,8 @@ from dspark_jax.parallel.stage import PipelineSpec, Ranges
 from dspark_jax.parallel.stage_memory import stage_memory
 from dspark_jax.requests import Params, Prompt, RequestReader
 from dspark_jax.results import Completion, RoundOutput, Tally
+from dspark_jax.serve.entry import Entry
+from dspark_jax.serve.model import expert_layers, read_model
 from dspark_jax.serve.processes import Processes, spans_processes
 from dspark_jax.serve.scheduler import Commit, Scheduler, slot_counts
 from dspark_jax.text import TextStream, as_tokenizer
@@ -45,22 +45,6 @@ class Tick(NamedTuple):
 
     microbatch: tuple[int, ...]
     rows: tuple[int, ...]
-
-
-@dataclass
-class _Entry:
-    """What the engine keeps of a request until its end was read by everybody."""
-
-    index: int
-    prompt: Prompt
-    prompt_tokens: tuple[int, ...]
-    tally: Tally
-    text: TextStream
-    submitted: float
-    first: float = 0.0
-    last: float = 0.0
-    finish_reason: str | None = None
-    outputs: deque[RoundOutput] = field(default_factory=deque)
 
 
 class Engine:
@@ -117,8 +101,8 @@ class Engine:
         per_batch, faults = slot_counts(self.slots, pipe, expert)
         raise_all(ConfigError, "engine", faults)
         # Before the weights are read: a file that does not fit is refused at once, on every process.
-        placed = None if placement is None else resolve_placement(placement, _expert_layers(model, speculate), expert)
-        config, draft, params, tokenizer = _read(model, mesh, dtype)
+        placed = None if placement is None else resolve_placement(placement, expert_layers(model, speculate), expert)
+        config, draft, params, tokenizer = read_model(model, mesh, dtype)
         limit = config.max_position_embeddings
         self.max_len = int(min(limit, 4096) if max_len is None else max_len)
         draft = draft if speculate else None
@@ -150,7 +134,7 @@ class Engine:
         self._params = self.ring.pipeline.place(params, mesh)
         self._reader = RequestReader(config, self.tokenizer, self.max_len, max_logprobs)
         self._scheduler = Scheduler(pipe, per_batch, expert, chunk)
-        self._entries: dict[Hashable, _Entry] = {}
+        self._entries: dict[Hashable, Entry] = {}
         self._numbers = itertools.count()
         self._pending: deque[TickOutput] = deque()
         self._state: Any = None
@@ -184,7 +168,7 @@ class Engine:
             if key in self._entries:
                 raise RequestError(f"request_id {key!r} is in use; choose another, or read that request to its end first")
             tally = Tally(self.gamma, request.params.logprobs is not None)
-            self._entries[key] = _Entry(index, prompt, request.prompt, tally, TextStream(self.decode), time.perf_counter())
+            self._entries[key] = Entry(index, prompt, request.prompt, tally, TextStream(self.decode), time.perf_counter())
             self._scheduler.submit(key, request)
         return key
 
@@ -197,8 +181,7 @@ class Engine:
             entry = self._entry(request_id)
             if entry.finish_reason is None:
                 self._scheduler.abort(request_id)
-                self._finish(entry, "abort")
-                entry.outputs.append(RoundOutput(entry.index, entry.tally.rounds, (), (), 0, 0, "abort", request_id))
+                entry.abort(request_id)
 
     def stream(self, request_id: Hashable) -> Iterator[RoundOutput]:
         """What every round commits to a request, as it arrives; runs the device while it waits.
@@ -207,7 +190,7 @@ class Engine:
         """
         return self._outputs(request_id, self._entry(request_id))
 
-    def _outputs(self, request_id: Hashable, entry: _Entry) -> Iterator[RoundOutput]:
+    def _outputs(self, request_id: Hashable, entry: Entry) -> Iterator[RoundOutput]:
         try:
             output = None
             while output is None or output.finish_reason is None:
@@ -227,7 +210,7 @@ class Engine:
         entry = self._entry(request_id)
         for _ in self.stream(request_id):
             pass
-        return _completion(entry, self.decode)
+        return entry.completion(self.decode)
 
     def generate(
         self, prompts: Sequence[Prompt], params: Params = None, *, ignore_eos: bool = False
@@ -419,28 +402,9 @@ class Engine:
     # -- results -------------------------------------------------------------------------------------------------------
 
     def _deliver(self, commit: Commit) -> tuple[Hashable, RoundOutput]:
-        entry, now = self._entries[commit.key], time.perf_counter()
-        kept = entry.tally.add(
-            commit.tokens, commit.accepted, commit.verified, prefill=commit.prefill, logprobs=commit.logprobs
-        )
-        pieces = [entry.text.push(token) for token in commit.tokens]
-        if commit.prefill:
-            entry.first = now
-        if commit.finish_reason:
-            pieces[-1] += entry.text.flush()
-            self._finish(entry, commit.finish_reason)
-        output = RoundOutput(
-            index=entry.index, round=entry.tally.rounds, tokens=commit.tokens, pieces=tuple(pieces), accepted=kept,
-            verified=commit.verified, finish_reason=commit.finish_reason, request_id=commit.key,
-            logprobs=commit.logprobs,
-        )  # fmt: skip
-        entry.outputs.append(output)
-        return commit.key, output
+        return commit.key, self._entries[commit.key].deliver(commit)
 
-    def _finish(self, entry: _Entry, reason: str) -> None:
-        entry.finish_reason, entry.last = reason, time.perf_counter()
-
-    def _entry(self, request_id: Hashable) -> _Entry:
+    def _entry(self, request_id: Hashable) -> Entry:
         self._check_process()
         if request_id not in self._entries:
             raise RequestError(
@@ -454,42 +418,3 @@ def _expert_counter(spec: PipelineSpec, window: tuple[int, int] | None) -> Exper
         return None
     c = spec.config
     return ExpertCounter(spec.expert_layers, spec.expert, c.n_routed_experts, c.num_experts_per_tok, window)
-
-
-def _expert_layers(model: str | Path | LM, speculate: bool) -> ExpertLayers:
-    """The MoE layers that will run; of a folder, config.json alone is read."""
-    if isinstance(model, LM):
-        layers = ExpertLayers.of(model.config, model.draft_config)
-    else:
-        folder = model_folder(model)
-        layers = ExpertLayers.from_hf(read_config(folder), source=str(folder / "config.json"))
-    return layers if speculate else replace(layers, draft=None)
-
-
-def _read(model: str | Path | LM, mesh: Mesh, dtype: Any) -> tuple[Any, Any, Any, Any]:
-    """Configurations, parameters on the host and tokenizer."""
-    if isinstance(model, LM):
-        return model.config, model.draft_config, jax.device_get(model._params), model.tokenizer
-    folder = model_folder(model)
-    default = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else jnp.bfloat16
-    host: Any = lambda path, array: array  # noqa: E731
-    read = read_checkpoint(folder, dtype=default if dtype is None else dtype, axis=EXPERT, place=host)
-    return read.config, read.draft, read.params, read_tokenizer(folder)
-
-
-def _completion(entry: _Entry, decode: Callable[[Sequence[int]], str]) -> Completion:
-    tally = entry.tally
-    return Completion(
-        prompt=entry.prompt if isinstance(entry.prompt, str) else entry.prompt_tokens,
-        prompt_tokens=entry.prompt_tokens,
-        tokens=tuple(tally.tokens),
-        text=decode(tally.tokens),
-        finish_reason=entry.finish_reason or "",
-        rounds=tally.rounds,
-        drafted=tuple(tally.drafted),
-        verified_by_position=tuple(tally.verified),
-        accepted_by_position=tuple(tally.accepted),
-        prefill_seconds=entry.first - entry.submitted,
-        seconds=entry.last - entry.submitted,
-        logprobs=tally.logprobs,
-    )

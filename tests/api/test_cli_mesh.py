@@ -154,6 +154,7 @@ def test_stages_of_a_mesh_file():
         assert words in str(error.value)
 
 
+@pytest.mark.long
 def test_emulated_from_a_fresh_process(tiny: LM, tiny_folder, tmp_path):
     """The whole way: a mesh file with stages, devices made before JAX starts, weights from a folder."""
     mesh = tmp_path / "mesh.yaml"

@@ -1,6 +1,7 @@
 """A placement in the compiled program: the same tokens and logits wherever the experts are, target and drafter alike."""
 
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from dspark_jax.eplb.placement import PlacedLayer
 from dspark_jax.errors import ConfigError
 from dspark_jax.models.moe import MoE, Routed
 from dspark_jax.parallel.mesh import EXPERT, make_mesh
+from dspark_jax.parallel.planner import plan_stages
 from dspark_jax.parallel.ring import Ring, RingConfig
 from dspark_jax.parallel.stage import PipelineSpec
 from dspark_jax.serve.engine import Engine
@@ -93,6 +95,23 @@ def test_each_layer_and_stage_has_its_own_tables_and_weights():
 def test_the_planned_memory_counts_slots():
     engine = Engine(lm(), mesh=make_mesh(1, 2), slots=4, max_len=MAX_LEN, placement=rotated(2))
     assert engine.plan.memory.parameters == sum(x.addressable_shards[0].data.nbytes for x in engine._params.values())
+
+
+def test_the_stage_planner_names_slots_that_do_not_divide():
+    sizes: dict[str, Any] = {"rows": 4, "context": MAX_LEN, "expert": 4}
+    assert plan_stages(CONFIG, DRAFT, 1, **sizes, num_slots=12).memory.parameters > 0
+    for slots in (4, 10):
+        with pytest.raises(ConfigError, match=f"num_slots is {slots}; expected at least 8"):
+            plan_stages(CONFIG, DRAFT, 1, **sizes, num_slots=slots)
+
+
+def test_tables_are_as_wide_as_the_layer_needs():
+    """A layer pays for its own largest replica count, whatever the other layers have."""
+    once, often = [*range(EXPERTS), 0, 1], [*range(EXPERTS), 5, 5]
+    placement = Placement(np.array([once, often]), EXPERTS, 2)
+    assert [PlacedLayer(placement, i).tables.expert_slots.shape for i in (0, 1)] == [(EXPERTS, 2), (EXPERTS, 3)]
+    assert PlacedLayer(placement, 0) == PlacedLayer(Placement(np.array([once, often]), EXPERTS, 2), 0)
+    assert PlacedLayer(placement, 0) != PlacedLayer(placement, 1)
 
 
 def slots_of_rows(placed: PlacedLayer, tokens: np.ndarray, table: np.ndarray, ranks: int) -> np.ndarray:

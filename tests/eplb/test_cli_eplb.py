@@ -198,6 +198,8 @@ def shared_engine(monkeypatch):
     # The option takes all devices of a process, and this one has more.
     monkeypatch.setattr("dspark_jax.cli_eplb_run.chosen_mesh", lambda *_: (load_mesh("1x2"), make_mesh(1, 2)))
     yield seen
+    while engine.busy:  # a command ends with its window, and others get the engine idle
+        engine.step()
     engine.set_placement(None)
 
 
@@ -235,6 +237,13 @@ def test_apply_compares_tokens_and_loads(run, shared_engine, prompts, model, tmp
     found = json.loads(run(*command, "--json")[1])
     assert (found["answers"], found["same_tokens"], found["expert_ranks"]) == (3, 3, 2)
     assert found["before"]["all"]["mean"] == found["after"]["all"]["mean"] > 0
+
+
+def test_generate_with_a_placement_needs_a_mesh(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["dspark-jax", "generate", "--prompt", "a", "--placement", "map.yaml"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2 and "add --mesh, such as --mesh 1x2" in capsys.readouterr().err
 
 
 def test_apply_refuses_what_does_not_fit_before_anything_runs(run, prompts, model, tmp_path, monkeypatch):

@@ -68,6 +68,15 @@ def test_json_of_given_stages(run, folder):
     assert [(r["first"], r["end"]) for r in expected["ranks"]] == [(0, 1), (1, 3)]
 
 
+def test_expert_slots_take_memory(run, folder):
+    one, more = (
+        json.loads(run("--model", folder, "--mesh", "1x2", "--json", "--num-slots", n)[1])["memory"] for n in (4, 6)
+    )
+    layers = TARGET.num_hidden_layers + DRAFT.num_stages
+    expert = 3 * TARGET.hidden_size * TARGET.moe_intermediate_size * 2  # bf16
+    assert more["parameters"] - one["parameters"] == layers * expert  # a slot more on either rank
+
+
 def test_mesh_files(run, folder, tmp_path):
     plain = json.loads(run("--model", folder, "--mesh", MESHES / "2x1.yaml", "--json")[1])
     assert plain["mesh"] == "2x1" and not plain["given"] and plain["context"] == 32 and plain["rows"] == 32
@@ -100,6 +109,7 @@ def test_a_model_without_a_drafter(run, folder):
             ["rows is 0; expected", "context is 33; expected 2 … 32"],
         ),
         (["--mesh", "2x1", "--dtype", "int4"], ["dtype is 'int4'; expected float32, bfloat16, float16"]),
+        (["--mesh", "1x2", "--num-slots", "5"], ["num_slots is 5; expected at least 4, the routed experts, and a multiple"]),
         (["--mesh", "2z1"], ["mesh '2z1': expected pipe ranks x expert ranks"]),
         (["--mesh", "0x1"], ["pipe is 0; expected an integer of at least 1"]),
         (["--mesh", "{tmp}/absent.yaml"], ["absent.yaml: cannot be read"]),

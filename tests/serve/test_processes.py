@@ -87,6 +87,33 @@ def test_a_failing_process_ends_the_launch_with_its_exit_code(tmp_path, process)
     assert ("process 1 has failed with exit code 7; the others are ended" in done.stderr) == (process == 1)
 
 
+REFUSED = """
+import time
+from dspark_jax.parallel.distributed import initialize
+initialize()
+import jax
+from dspark_jax import Engine
+from dspark_jax.errors import ConfigError
+from dspark_jax.parallel.mesh import make_mesh
+mesh, begin = make_mesh(1, 2), time.perf_counter()
+try:
+    Engine("nano", mesh=mesh, placement={"num_slots": 17, "layer_updates_per_iter": 1})
+except ConfigError as error:
+    said = all(words in str(error) for words in ("num_slots is 17; expected a multiple of the 2", "static EPLB only"))
+    print("process", jax.process_index(), "refuses" if said else error, flush=True)
+    print(f"after {time.perf_counter() - begin:.2f} s", flush=True)
+"""
+
+
+def test_an_impossible_placement_is_refused_by_every_process(tmp_path):
+    """Each finds the faults by itself, before a collective that the other might wait in; both end."""
+    script = tmp_path / "refused.py"
+    script.write_text(REFUSED)
+    done = launch("--processes", "2", "--mesh", "1x2", "--emulate-devices", "1", "--", str(script), timeout=60)
+    assert done.returncode == 0
+    assert "process 0 refuses" in done.stdout and "[1] process 1 refuses" in done.stderr
+
+
 def test_a_bad_command_is_one_error_and_exit_code_2():
     done = launch("--processes", "2", "--", "generate", "--mesh", "2x1", timeout=60)
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr

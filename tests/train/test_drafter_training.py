@@ -164,6 +164,7 @@ def trained() -> dict[str, Any]:
     return {"before": before, "state": state, "frozen": frozen, "metrics": metrics, "graph": graph}
 
 
+@pytest.mark.long
 def test_training_lowers_the_loss_and_raises_the_length(trained):
     loss, tau = ([float(m[name]) for m in trained["metrics"]] for name in ("loss", "tau"))
     assert np.mean(loss[-5:]) < 0.8 * np.mean(loss[:5])

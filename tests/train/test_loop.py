@@ -151,6 +151,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("dense_steps", [0, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_a_model_resumes_to_the_same_losses(dense_steps, tmp_path):
     """The real step: parameters, router biases and optimiser state come back bit for bit."""
     optimizer, _ = make_optimizer(OptimizerConfig(peak=0.01, steps=6, warmup=1, kind="adamw"))

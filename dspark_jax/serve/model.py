@@ -1,0 +1,36 @@
+"""What an engine reads of a model before anything is placed on a device."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from dspark_jax.api import LM, model_folder
+from dspark_jax.checkpoint.reader import read_checkpoint, read_tokenizer
+from dspark_jax.config import read_config
+from dspark_jax.eplb.namespace import ExpertLayers
+from dspark_jax.parallel.mesh import EXPERT
+
+
+def expert_layers(model: str | Path | LM, speculate: bool) -> ExpertLayers:
+    """The MoE layers that will run; of a folder, config.json alone is read."""
+    if isinstance(model, LM):
+        layers = ExpertLayers.of(model.config, model.draft_config)
+    else:
+        folder = model_folder(model)
+        layers = ExpertLayers.from_hf(read_config(folder), source=str(folder / "config.json"))
+    return layers if speculate else replace(layers, draft=None)
+
+
+def read_model(model: str | Path | LM, mesh: Mesh, dtype: Any) -> tuple[Any, Any, Any, Any]:
+    """Configurations, parameters on the host and tokenizer."""
+    if isinstance(model, LM):
+        return model.config, model.draft_config, jax.device_get(model._params), model.tokenizer
+    folder = model_folder(model)
+    default = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else jnp.bfloat16
+    host: Any = lambda path, array: array  # noqa: E731
+    read = read_checkpoint(folder, dtype=default if dtype is None else dtype, axis=EXPERT, place=host)
+    return read.config, read.draft, read.params, read_tokenizer(folder)
