@@ -12,6 +12,7 @@ import typer
 
 from dspark_jax import __version__
 from dspark_jax.cli_bench import app as bench_app
+from dspark_jax.cli_calibrate import calibrate
 from dspark_jax.cli_devices import EmulateOption, MeshOption, PlacementOption, chosen_mesh, stage_ranges
 from dspark_jax.cli_eplb_run import app as eplb_app
 from dspark_jax.cli_guard import INTERRUPTED, guarded
@@ -280,6 +281,7 @@ def _generate_shown(
 
 
 app.command("plan-stages")(plan_stages)
+app.command("calibrate")(calibrate)
 app.command("launch")(launch)
 
 if __name__ == "__main__":

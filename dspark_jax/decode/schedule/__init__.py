@@ -1,0 +1,26 @@
+"""How many drafts of each request the target verifies in the next round (paper section "Confidence-scheduled verification").
+
+docs/scheduling.md compares the schedulers and says why each of them leaves the output's law alone.
+"""
+
+from dspark_jax.decode.schedule.algorithm1 import EarlyStop
+from dspark_jax.decode.schedule.buckets import bucket_index, packed_rows
+from dspark_jax.decode.schedule.cost import StepCost, expected_rate
+from dspark_jax.decode.schedule.interface import Block, Schedule, Scheduler, survival
+from dspark_jax.decode.schedule.production import StaleSize
+from dspark_jax.decode.schedule.threshold import FixedLength, Threshold
+
+__all__ = [
+    "Block",
+    "EarlyStop",
+    "FixedLength",
+    "Schedule",
+    "Scheduler",
+    "StaleSize",
+    "StepCost",
+    "Threshold",
+    "bucket_index",
+    "expected_rate",
+    "packed_rows",
+    "survival",
+]

@@ -1,0 +1,384 @@
+"""What each scheduler chooses: worked numbers, the rule about what a choice may know, ties, padding, ranks."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from dspark_jax.decode.round import init_requests
+from dspark_jax.decode.schedule import (
+    Block,
+    EarlyStop,
+    FixedLength,
+    Schedule,
+    Scheduler,
+    StaleSize,
+    StepCost,
+    Threshold,
+    bucket_index,
+    expected_rate,
+    packed_rows,
+    survival,
+)
+from dspark_jax.decode.schedule.order import admission_rank, admitted
+from dspark_jax.errors import ConfigError
+from dspark_jax.parallel.mesh import EXPERT, make_mesh
+from helpers.scheduling import Retrospective
+
+
+def block_of(confidence, room=None, stale: np.ndarray | None = None) -> Block:
+    """Numpy leaves: compiled functions take them as they are."""
+    c = np.asarray(confidence, np.float32)
+    room = np.full(len(c), c.shape[1]) if room is None else np.asarray(room)
+    stale = np.ones((len(c), 2, c.shape[1])) if stale is None else stale
+    leaves: tuple[Any, ...] = (c, room.astype(np.int32), room >= 0, stale.astype(np.float32))
+    return Block(*leaves)
+
+
+_lengths = jax.jit(lambda scheduler, block: scheduler.lengths(block), static_argnums=0)
+
+
+def lengths(scheduler: Scheduler, block: Block) -> list[int]:
+    return _lengths(scheduler, block).tolist()
+
+
+def stairs(steps: dict[int, float], draft: float = 0.0) -> StepCost:
+    """Seconds of the first step that holds the rows."""
+    return StepCost(tuple(next(t for size, t in steps.items() if rows <= size) for rows in range(max(steps) + 1)), (draft,))
+
+
+# Worked numbers. Three requests; vLLM's rule with a draft cost of 1 and stairs at 4, 8 and 16 rows.
+
+THREE = [[0.9, 0.8, 0.5], [0.6, 0.5, 0.9], [0.95, 0.9, 0.85]]
+STAIRS = stairs({4: 5.0, 8: 5.5, 16: 9.0}, draft=1.0)
+JAGGED = stairs({3: 5.0, 4: 7.2, 8: 7.3, 16: 12.0}, draft=1.0)
+
+
+def stale_of(confidence) -> np.ndarray:
+    """The same survivals in both earlier rounds."""
+    a = np.asarray(survival(jnp.asarray(confidence, jnp.float32)))
+    return np.stack([a, a], axis=1)
+
+
+def test_survival_is_the_product_of_the_confidences():
+    np.testing.assert_allclose(
+        survival(jnp.asarray(THREE)), [[0.9, 0.72, 0.36], [0.6, 0.3, 0.27], [0.95, 0.855, 0.72675]], rtol=1e-6
+    )
+    assert survival(jnp.asarray([[np.nan, 1.0], [0.5, np.nan]])).tolist() == [[0, 0], [0.5, 0]]
+
+
+def test_rounding_never_makes_survival_rise():
+    confidence = np.random.default_rng(0).uniform(1 - 1e-6, 1, (20_000, 7)).astype(np.float32)
+    assert (np.diff(jax.jit(survival)(confidence), axis=1) <= 0).all()
+
+
+def test_the_size_of_the_worked_example():
+    block = block_of(THREE, stale=stale_of(THREE))
+    rate, drafts = StaleSize(STAIRS).rates(block)
+    expected = [0.5, 0.6583, 0.7462, 0.8777, 0.9895, 1.1003, 0.7752, 0.8112, 0.8412, 0.8682]
+    np.testing.assert_allclose(rate, expected, atol=6e-5)
+    assert int(drafts) == 9 and int(StaleSize(STAIRS).size(block)) == 5
+    assert lengths(StaleSize(STAIRS), block) == [2, 0, 3]
+    # The packed batch: rows up to each request's end, as vLLM's cu_num_logits.
+    assert np.cumsum([0, *(1 + n for n in lengths(StaleSize(STAIRS), block))]).tolist() == [0, 3, 4, 8]
+
+
+def test_a_cliff_stops_algorithm_1_and_not_the_global_search():
+    block = block_of(THREE, stale=stale_of(THREE))
+    rate, _ = StaleSize(JAGGED).rates(block)
+    assert float(rate[0]) == pytest.approx(0.5) and float(rate[1]) == pytest.approx(0.4817, abs=5e-5)
+    assert int(StaleSize(JAGGED).size(block)) == 5 and float(rate[5]) == pytest.approx(0.8617, abs=5e-5)
+    assert lengths(StaleSize(JAGGED), block) == [2, 0, 3]
+    assert lengths(EarlyStop(JAGGED), block) == [0, 0, 0]
+    # Within four rows every draft pays, and the next step costs too much at once.
+    assert lengths(EarlyStop(STAIRS), block) == [2, 0, 3]
+
+
+def test_the_size_is_chosen_by_the_older_round_and_the_drafts_by_todays():
+    old, today = np.asarray(THREE), np.asarray(THREE)[::-1]
+    stale = np.stack([stale_of(today)[:, 0], stale_of(old)[:, 0]], axis=1)  # newest first
+    stale[:, 0] = 0  # the last round would have chosen 0
+    assert int(StaleSize(STAIRS).size(block_of(today, stale=stale))) == 5
+    assert lengths(StaleSize(STAIRS), block_of(today, stale=stale)) == [3, 0, 2]
+    assert int(StaleSize(STAIRS, lag=1).size(block_of(today, stale=stale))) == 0
+
+
+# The paper's appendix A: one request, gamma = 2; and the same with other numbers.
+
+PAPER = StepCost.of_rates((1, 0.5, 0.45))
+
+
+@pytest.mark.parametrize(("second", "rates", "retrospective"), [
+    (0.9, [1, 0.9, 1.134], 2), (0.0, [1, 0.9, 0.81], 0), (0.95, [1, 0.9, 1.152], 2),
+])  # fmt: skip
+def test_the_papers_counterexample(second, rates, retrospective):
+    block = block_of([[0.8, second]])
+    tokens = 1 + jnp.concatenate([jnp.zeros(1), jnp.cumsum(survival(block.confidence)[0])])
+    np.testing.assert_allclose(expected_rate(PAPER, jnp.asarray(1), tokens), rates, rtol=1e-6)
+    assert lengths(EarlyStop(PAPER), block) == [0]
+    assert lengths(Retrospective(PAPER), block) == [retrospective]
+
+
+def test_the_counterexample_costs_a_law():
+    """Pr(A) when the length is 2 behind A and 0 behind B: q(A) min(1, p/q) + q(B) p(A)."""
+    for p, q, spoiled in [((0.7, 0.3), (0.5, 0.5), 0.85), ((0.6, 0.4), (0.4, 0.6), 0.76)]:
+        assert q[0] * min(1, p[0] / q[0]) + q[1] * p[0] == pytest.approx(spoiled)
+
+
+# Ties: higher survival, then smaller position, then smaller slot.
+
+
+def test_ties_go_to_the_smaller_position_then_to_the_smaller_slot():
+    block = block_of([[0.5, 1.0, 1.0]] * 2)
+    rank, gains = admission_rank(survival(block.confidence), block.candidates)
+    assert rank.tolist() == [[0, 2, 4], [1, 3, 5]] and gains.tolist() == [0.5] * 6
+    chosen = [admitted(rank, block.candidates, jnp.asarray(k)).tolist() for k in range(7)]
+    assert chosen == [[0, 0], [1, 0], [1, 1], [2, 1], [2, 2], [3, 2], [3, 3]]
+
+
+def test_equal_rates_go_to_the_smaller_size():
+    even = StepCost((0, 1, 2, 3))  # every draft brings one token and costs one second
+    assert lengths(StaleSize(even), block_of([[1.0, 1.0]])) == [0]
+    assert lengths(EarlyStop(even), block_of([[1.0, 1.0]])) == [0]
+
+
+def test_no_size_is_planned_that_the_drafts_cannot_fill():
+    """Three rows would be cheap, but there is one draft, and it promises nothing."""
+    valley = StepCost((0, 10, 10, 1, 1))
+    assert lengths(StaleSize(valley), block_of([[1.0, 1.0, 1.0]], room=[1], stale=np.zeros((1, 2, 3)))) == [0]
+    assert lengths(StaleSize(valley), block_of([[1.0, 1.0, 1.0]], room=[3], stale=np.zeros((1, 2, 3)))) == [2]
+
+
+# One slot at a time.
+
+
+def test_fixed_length_and_threshold():
+    block = block_of([[0.9, 0.8, 0.5], [0.6, 0.5, 0.9], [0.2, 0.9, 0.9], [0.9, np.nan, 0.9]], room=[3, 3, 3, 3])
+    assert lengths(FixedLength(2), block) == [2] * 4
+    assert lengths(FixedLength(), block) == [3] * 4
+    assert lengths(Threshold(0.6), block) == [2, 1, 0, 1]
+    assert lengths(Threshold(0.0), block) == lengths(Threshold(-1.0), block) == [3] * 4
+    short = replace(block, room=jnp.asarray([1, 0, 2, 3]))
+    assert lengths(FixedLength(2), short) == [1, 0, 2, 2]
+    assert lengths(Threshold(0.1), short) == [1, 0, 2, 1]
+
+
+# Algorithm 1 word for word.
+
+
+def algorithm_1(confidence: np.ndarray, room: np.ndarray, seconds: np.ndarray) -> list[int]:
+    a = np.cumprod(confidence, axis=1)
+    ready = [(-a[r, j], j, r) for r in range(len(a)) for j in range(room[r]) if a[r, j] > 0]
+    live, rows = len(a), len(a)
+    tokens = float(live)
+    best, chosen = tokens / seconds[rows], [0] * live
+    for survives, _, r in sorted(ready):
+        tokens, rows = tokens - survives, rows + 1
+        if tokens / seconds[rows] <= best:
+            break
+        best = tokens / seconds[rows]
+        chosen[r] += 1
+    return chosen
+
+
+def random_block(rng: np.random.Generator, slots: int = 4, gamma: int = 5) -> Block:
+    """Confidences from a few values, so that there are ties and zeros."""
+    values = np.float32([0, 0.25, 0.5, 0.75, 1])
+    room = rng.integers(0, gamma + 1, slots)
+    old = np.cumprod(rng.choice(values, (slots, 2, gamma)), axis=-1)
+    return block_of(rng.choice(values, (slots, gamma)), room, old)
+
+
+RISING = StepCost(tuple(np.cumsum(np.random.default_rng(5).uniform(0.02, 0.4, 25)).tolist()))
+
+
+def test_early_stop_is_algorithm_1():
+    rng = np.random.default_rng(0)
+    seen = set()
+    for _ in range(200):
+        block = random_block(rng)
+        expected = algorithm_1(np.asarray(block.confidence, np.float64), np.asarray(block.room), np.asarray(RISING.rows))
+        assert lengths(EarlyStop(RISING), block) == expected
+        seen.add(tuple(expected))
+    assert len(seen) > 40
+
+
+# The rule: whether a draft is verified does not depend on the confidences behind its own.
+
+RULED: dict[str, Scheduler] = {
+    "fixed": FixedLength(2), "threshold": Threshold(0.5), "early stop": EarlyStop(RISING), "stale": StaleSize(RISING),
+    "stale by one": StaleSize(BROAD := StepCost((*[1.0] * 5, *[1.6] * 4, *[1.9] * 16)), lag=1),
+}  # fmt: skip
+
+
+def told(scheduler: Scheduler, cases: int = 2000) -> int:
+    """How many decisions change with a confidence that has seen the draft in question."""
+    rng = np.random.default_rng(1)
+    block = jax.tree.map(lambda *x: np.stack(x), *[random_block(rng) for _ in range(cases)])
+    other, case = np.array(block.confidence), np.arange(cases)
+    slot, draft = rng.integers(4, size=cases), rng.integers(4, size=cases)
+    behind = np.arange(5) > draft[:, None]
+    other[case, slot] = np.where(behind, rng.choice(np.float32([0, 0.5, 1]), behind.shape), other[case, slot])
+    run = jax.jit(jax.vmap(scheduler.lengths))
+    before, after = (np.asarray(run(b))[case, slot] for b in (block, replace(block, confidence=other)))
+    return int(((before > draft) != (after > draft)).sum())
+
+
+@pytest.mark.parametrize("name", RULED)
+def test_a_draft_is_not_judged_by_what_has_seen_it(name):
+    assert told(RULED[name]) == 0
+
+
+def test_the_forbidden_search_breaks_the_rule():
+    assert told(Retrospective(BROAD)) > 30
+
+
+# Padding and idle slots.
+
+
+@pytest.mark.parametrize("name", RULED)
+def test_idle_slots_hold_anything_and_count_for_nothing(name):
+    scheduler = RULED[name]
+    rng = np.random.default_rng(2)
+    for _ in range(30):
+        block = random_block(rng)
+        some = lengths(scheduler, block)
+        idle = lambda x, bad: jnp.concatenate([x, jnp.full((2, *x.shape[1:]), bad, x.dtype)])  # noqa: E731
+        for bad in (np.nan, np.inf):
+            wide = Block(idle(block.confidence, bad), idle(block.room, 0), idle(block.active, False), idle(block.stale, bad))
+            assert lengths(scheduler, wide) == [*some, 0, 0]
+
+
+def test_no_active_slot_verifies_nothing():
+    block = Block(jnp.ones((2, 3)), jnp.zeros(2, jnp.int32), jnp.zeros(2, bool), jnp.ones((2, 2, 3)))
+    for scheduler in (*RULED.values(), EarlyStop(PAPER), StaleSize(PAPER)):
+        assert lengths(scheduler, block) == [0, 0]
+
+
+def test_a_batch_behind_the_tables_end_is_never_planned():
+    block = block_of([[1.0, 1.0, 1.0]] * 2)
+    flat = StepCost((0, 1, 1, 1, 1))  # up to four rows; free until then
+    assert lengths(EarlyStop(flat), block) == lengths(StaleSize(flat), block) == [1, 1]
+
+
+# The schedule: calibration, and the history by slot.
+
+
+def requests_of(confidence, room, emitted):
+    base = init_requests(len(confidence), 3, 8, 1)
+    return replace(
+        base, confidence=jnp.asarray(confidence, jnp.float32), num_drafts=jnp.asarray(room), emitted=jnp.asarray(emitted),
+        active=jnp.ones(len(confidence), bool),
+    )  # fmt: skip
+
+
+def test_temperatures_divide_the_logits():
+    logits = jnp.asarray([[2.0, 1.0, 0.0]])
+    raw, calibrated = Schedule(FixedLength()), Schedule(FixedLength(), (2.0, 1.0, 0.5))
+    np.testing.assert_allclose(survival(raw.confidence(logits))[0], [0.8808, 0.6439, 0.3220], atol=5e-5)
+    np.testing.assert_allclose(survival(calibrated.confidence(logits))[0], [0.7311, 0.5344, 0.2672], atol=5e-5)
+    with pytest.raises(ConfigError, match="2 of them for a drafter of block size 3"):
+        Schedule(FixedLength(), (1.0, 2.0)).confidence(logits)
+    with pytest.raises(ConfigError, match=r"temperatures: 2 faults\n.* 0.0; expected .*\n.*nan"):
+        Schedule(FixedLength(), (1.0, 0.0, float("nan")))
+
+
+def test_the_history_begins_anew_with_a_request_and_waits_with_a_waiting_slot():
+    schedule = Schedule(StaleSize(STAIRS))
+    logits = np.float32([[0, 0, 0], [1, 1, 1], [2, 2, 2]])
+    stale = jnp.full((3, 2, 3), 0.25)
+    # Slot 0 has just left its prompt, slot 1 decodes, slot 2 took no part in the tick.
+    requests = requests_of(logits, room=[3, 3, 2], emitted=[1, 7, 5])
+    after, pushed = jax.jit(schedule.step)(requests, jnp.asarray([1, 2, 0]), stale)
+    today = np.asarray(survival(jax.nn.sigmoid(logits)))
+    np.testing.assert_allclose(pushed[0], [today[0], np.ones(3)], rtol=1e-6)
+    np.testing.assert_allclose(pushed[1], [today[1], np.full(3, 0.25)], rtol=1e-6)
+    np.testing.assert_array_equal(pushed[2], np.full((2, 3), 0.25))
+    assert after.num_drafts[2] == 2
+    # The size took the new request for certain of its drafts, and the other one by its past.
+    block = Block(
+        jax.nn.sigmoid(jnp.asarray(logits)), jnp.asarray([3, 3, 0]), jnp.asarray([True, True, False]), stale.at[0].set(1)
+    )
+    assert after.num_drafts[:2].tolist() == lengths(schedule.scheduler, block)[:2]
+
+
+# Ranks.
+
+
+def across(scheduler: Scheduler, block: Block, ranks: int):
+    """Lengths on a mesh that splits the slots, and every rank's idea of size and rows."""
+
+    def run(block: Block):
+        chosen = scheduler.lengths(block, EXPERT)
+        size = scheduler.size(block, EXPERT) if isinstance(scheduler, StaleSize) else jnp.asarray(0)
+        return chosen, size[None], packed_rows(block.active, chosen, EXPERT)[None]
+
+    mapped = jax.shard_map(
+        run, mesh=make_mesh(1, ranks, jax.devices()[:ranks]), in_specs=P(EXPERT), out_specs=P(EXPERT), check_vma=False
+    )
+    return jax.tree.map(np.asarray, jax.jit(mapped)(block))
+
+
+def test_ranks_agree_on_the_size_and_choose_among_their_own():
+    rng = np.random.default_rng(3)
+    blocks = [random_block(rng, slots=3) for _ in range(4)]
+    whole = jax.tree.map(lambda *x: jnp.concatenate(x), *blocks)
+    cost = StepCost((*[1.0] * 6, *[1.2] * 4, *[2.9] * 16))
+    chosen, size, rows = across(StaleSize(cost), whole, 4)
+    assert len(set(size.tolist())) == 1 and size[0] > 0
+    for i, block in enumerate(blocks):
+        rank, _ = admission_rank(survival(block.confidence), block.candidates)
+        own = admitted(rank, block.candidates, jnp.asarray(size[0]))
+        assert chosen[3 * i : 3 * i + 3].tolist() == own.tolist()
+    per_rank = (1 + chosen).reshape(4, 3).sum(1)
+    assert rows.tolist() == [per_rank.max()] * 4
+    # The agreed size is the best one for the sums over the ranks.
+    tokens = sum(np.asarray(b.active).sum() + np.r_[0, np.cumsum(np.sort(
+        (np.asarray(b.stale[:, 1]) * np.asarray(b.candidates)).ravel())[::-1])] for b in blocks)  # fmt: skip
+    most = max(int(b.candidates.sum()) for b in blocks)
+    assert size[0] == np.argmax((tokens / np.asarray([cost.rows[3 + k] for k in range(16)]))[: most + 1])
+
+
+def test_b44_small_differences_between_ranks_do_not_part_the_sizes():
+    """Equal rows on every rank, apart from the last bits of the confidences."""
+    c = np.tile(np.float32(THREE), (2, 1))
+    stale = np.tile(stale_of(THREE), (2, 1, 1)) * (1 - 1e-6 * (np.arange(6) >= 3))[:, None, None]
+    chosen, size, _ = across(StaleSize(STAIRS), block_of(c, stale=stale), 2)
+    assert size.tolist() == [5, 5] and chosen.tolist() == [2, 0, 3] * 2
+
+
+def test_algorithm_1_plans_rank_by_rank():
+    rng = np.random.default_rng(4)
+    blocks = [random_block(rng, slots=3) for _ in range(2)]
+    chosen, _, rows = across(EarlyStop(RISING), jax.tree.map(lambda *x: jnp.concatenate(x), *blocks), 2)
+    expected = [lengths(EarlyStop(RISING), block) for block in blocks]
+    assert chosen.tolist() == [n for own in expected for n in own]
+    assert rows.tolist() == [max(3 + sum(e) for e in expected)] * 2
+
+
+def test_buckets():
+    find = jax.jit(partial(bucket_index, buckets=(4, 8, 16)))
+    assert [int(find(jnp.asarray(rows))) for rows in (0, 1, 4, 5, 8, 9, 16, 17)] == [0, 0, 0, 1, 1, 2, 2, 2]
+    assert int(packed_rows(jnp.asarray([True, False, True]), jnp.asarray([2, 5, 0]))) == 4
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: FixedLength(-1), "length is -1; expected an integer >= 0"),
+    (lambda: Threshold(1.5), "threshold is 1.5; expected a number <= 1"),
+    (lambda: StaleSize(PAPER, lag=0), "lag is 0; expected at least 1"),
+    (lambda: StepCost(()), "rows is empty"),
+    (lambda: StepCost((0, 1, -1)), r"rows\[2\] = -1; expected finite seconds"),
+    (lambda: StepCost((0, 0, 1)), r"rows\[1\] gives a step of no time"),
+    (lambda: StepCost.of_rates((1, 0)), r"SPS\(2\); expected a finite rate above 0"),
+])  # fmt: skip
+def test_impossible_settings_are_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
