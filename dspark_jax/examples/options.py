@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 
-def mesh_from_options(description: str | None) -> "Mesh":
-    """Reads --mesh and --emulate-devices; exits with a message if they do not fit. Call it before JAX starts."""
+def mesh_and_model(description: str | None) -> tuple["Mesh", str]:
+    """Reads --mesh, --emulate-devices and --model; exits with a message if they do not fit. Call it before JAX starts."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", default="2x1", help="pipe x expert ranks (default 2x1)")
     parser.add_argument("--emulate-devices", type=int, help="CPU devices; 0 takes the real ones (default: the mesh's)")
+    parser.add_argument("--model", default="nano", help="a shipped model's name or a checkpoint folder (default nano)")
     options = parser.parse_args()
     try:
         shape = load_mesh(options.mesh)
@@ -23,6 +24,6 @@ def mesh_from_options(description: str | None) -> "Mesh":
         if count != 0:
             shape.check_devices(count)
             emulate_devices(count)
-        return shape.make()
+        return shape.make(), options.model
     except (DSparkError, RuntimeError, ValueError) as error:
         parser.error(str(error))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from dspark_jax.api import model_folder
 from dspark_jax.checkpoint.reader import read_checkpoint, read_tokenizer
 from dspark_jax.decode.state import RUNNING
-from dspark_jax.examples.options import mesh_from_options
+from dspark_jax.examples.options import mesh_and_model
 from dspark_jax.parallel.mesh import EXPERT, PIPE
 from dspark_jax.parallel.planner import plan_stages
 from dspark_jax.parallel.ring import Ring, RingConfig
@@ -23,11 +23,11 @@ MAX_TOKENS = 16
 
 
 def main() -> None:
-    mesh = mesh_from_options(__doc__)
+    mesh, name = mesh_and_model(__doc__)
     pipe, expert = mesh.shape[PIPE], mesh.shape[EXPERT]
 
     # The model on the mesh: layers cut into `pipe` ranges, experts, vocabulary and slots split over `expert`.
-    folder = model_folder("nano")
+    folder = model_folder(name)
     model = read_checkpoint(folder, dtype=jnp.float32, axis=EXPERT, place=lambda path, array: array)  # type: ignore[arg-type]
     tokenizer = as_tokenizer(read_tokenizer(folder))
     plan = plan_stages(model.config, model.draft, pipe, rows=16, context=256, expert=expert, dtype="float32")

@@ -4,16 +4,16 @@
 """
 
 from dspark_jax import Engine, SamplingParams
-from dspark_jax.examples.options import mesh_from_options
+from dspark_jax.examples.options import mesh_and_model
 
 PROMPTS = ["def fib(n):", "The river", "import os\n", "class Queue:"]
 
 
 def main() -> None:
-    mesh = mesh_from_options(__doc__)
-    # More requests than slots: the others wait. As many rows for a prompt's chunk as for a decoding round make one
-    # program instead of two; a real server takes larger chunks.
-    engine = Engine("nano", mesh=mesh, slots=2 * mesh.size, max_len=256, chunk=6)
+    mesh, model = mesh_and_model(__doc__)
+    # More requests than slots: the others wait. Prompt chunks no larger than a decoding round's rows make one program
+    # instead of two; a real server takes larger chunks.
+    engine = Engine(model, mesh=mesh, slots=2 * mesh.size, max_len=256, chunk=4)
     print(f"compiled in {engine.warmup(print):.1f} s; nothing compiles from here on")
 
     # The loop of a server: new requests may be submitted between any two steps.

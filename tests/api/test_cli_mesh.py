@@ -46,16 +46,18 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     return go
 
 
-def test_json_on_a_mesh_has_the_keys_and_the_answer_of_one_device(run):
-    code, out, err = run(*OPTIONS, "--compare", "--json", "--mesh", "2x1", devices=2, load=no_batch)
+@pytest.mark.parametrize("compare", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_json_on_a_mesh_has_the_keys_and_the_answer_of_one_device(run, compare):
+    options = (*OPTIONS, "--compare") if compare else OPTIONS
+    code, out, err = run(*options, "--json", "--mesh", "2x1", devices=2, load=no_batch)
     assert code == 0 and err == ""
     found = json.loads(out)
     single = json.loads(run(*OPTIONS, "--json")[1])
     assert list(found) == list(single)
     same = ("text", "token_ids", "drafted", "finish_reason", "rounds", "tokens_per_round", "acceptance_by_position")
     assert {key: found[key] for key in same} == {key: single[key] for key in same}
-    assert found["identical"] is True and 1 <= found["rounds"] < 20 and len(found["acceptance_by_position"]) == GAMMA
-    assert found["tokens_per_second"] > 0 and found["plain_tokens_per_second"] > 0
+    assert 1 <= found["rounds"] < 20 and len(found["acceptance_by_position"]) == GAMMA and found["tokens_per_second"] > 0
+    assert not compare or (found["identical"] is True and found["plain_tokens_per_second"] > 0)
 
 
 def test_text_on_a_mesh_is_streamed_and_summed_up(run):
@@ -67,6 +69,7 @@ def test_text_on_a_mesh_is_streamed_and_summed_up(run):
     assert "tokens/s with the drafter" in summary and "without the drafter" not in summary
 
 
+@pytest.mark.long
 def test_no_draft_and_sampling_on_a_mesh(run):
     arguments = (*OPTIONS, "--json", "--temperature", "0.9", "--seed", "5")
     found = json.loads(run(*arguments, "--mesh", "2x1", devices=2, load=no_batch)[1])

@@ -51,7 +51,8 @@ def one_hot(token: int, vocab: int) -> np.ndarray:
 
 
 RANDOM = [(seed, *np.random.default_rng(seed).normal(0, 1.5, (2, 4))) for seed in range(3)]
-SETTINGS = [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.8, 0, 1.0), (1.0, 3, 1.0), (1.0, 2, 1.0), (1.0, 0, 0.8), (0.7, 3, 0.9)]
+LONG = ((1.0, 0, 1.0), (1.8, 0, 1.0), (1.0, 3, 1.0), (1.0, 2, 1.0), (1.0, 0, 0.8))
+SETTINGS = [(0.6, 0, 1.0), (0.7, 3, 0.9), *(pytest.param(*s, marks=pytest.mark.long) for s in LONG)]
 
 
 @pytest.mark.parametrize(("seed", "p", "q"), RANDOM, ids=[str(c[0]) for c in RANDOM])
@@ -77,7 +78,7 @@ def test_exact_for_every_setting(temperature, top_k, top_p):
     assert abs(accepted.mean() - np.minimum(law, bf16_law(q)).sum()) < 0.003
 
 
-@pytest.mark.parametrize("draft", [0, 3])
+@pytest.mark.parametrize("draft", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_exact_for_a_one_hot_draft(draft):
     token, accepted = first_tokens(np.log(P4), one_hot(draft, 4))
     verdict = matches(token, P4)

@@ -20,7 +20,7 @@ def engine(pipe: int, expert: int, placement=None) -> Engine:
     return Engine(lm(), mesh=make_mesh(pipe, expert), slots=pipe * expert, max_len=MAX_LEN, placement=placement)
 
 
-@pytest.mark.parametrize(("pipe", "expert"), [(1, 2), (2, 4)])
+@pytest.mark.parametrize(("pipe", "expert"), [(1, 2), pytest.param(2, 4, marks=pytest.mark.long)])
 def test_weights_are_those_that_loading_would_give(pipe, expert):
     """From none to more slots, as many, fewer, and to none again; other leaves are not even copied."""
     moving = engine(pipe, expert)
@@ -41,6 +41,7 @@ def expert_arrays() -> list[jax.Array]:
     return [x for x in jax.live_arrays() if x.ndim == 4 and x.shape[2:] in {(16, 5), (5, 16)}]
 
 
+@pytest.mark.long
 def test_one_leaf_at_a_time_is_there_twice(monkeypatch):
     moving, sizes = engine(1, 2), []
     experts = [leaf.nbytes for key, leaf in moving._params.items() if ".experts." in key]

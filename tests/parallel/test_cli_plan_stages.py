@@ -151,7 +151,7 @@ def test_presets_are_the_published_configurations():
 def test_configurations_of_a_folder_and_of_the_shipped_model(folder):
     assert model_configs(str(folder)) == (TARGET, DRAFT)
     target, draft = model_configs("nano")
-    assert target.num_hidden_layers == 6 and draft is not None and draft.num_stages == 2
+    assert target.num_hidden_layers == 6 and draft is not None and draft.num_stages == 3
 
 
 def test_jax_is_not_imported(folder):

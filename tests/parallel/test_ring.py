@@ -22,10 +22,8 @@ from helpers.runner import scaled_error
 
 SPLITS = [
     ((0, 1), (1, 4)),
-    ((0, 2), (2, 4)),
-    ((0, 3), (3, 4)),
-    ((0, 1), (1, 2), (2, 4)),
     ((0, 1), (1, 2), (2, 3), (3, 4)),
+    *(pytest.param(r, marks=pytest.mark.long) for r in (((0, 2), (2, 4)), ((0, 3), (3, 4)), ((0, 1), (1, 2), (2, 4)))),
 ]
 
 

@@ -80,6 +80,7 @@ def test_they_are_those_of_a_forward_pass_over_the_text():
     assert accepted > 3  # drafts of a random model, but some
 
 
+@pytest.mark.long
 def test_one_device_reports_the_same():
     prompts, params = zip(*requests(), strict=True)
     for mesh, single in zip(answers(), lm().generate(prompts, params), strict=True):

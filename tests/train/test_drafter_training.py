@@ -20,7 +20,7 @@ TOKENS = np.random.default_rng(1).integers(0, MICRO.vocab_size, (2, LENGTH + 1))
 POSITIONS = np.arange(LENGTH - GAMMA + 1)
 
 
-@pytest.fixture(scope="module", params=["markov", "rnn"])
+@pytest.fixture(scope="module", params=["markov", pytest.param("rnn", marks=pytest.mark.long)])
 def model(request):
     return micro_model(request.param, gamma=GAMMA, stages=2)
 

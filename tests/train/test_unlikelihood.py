@@ -161,6 +161,7 @@ def test_even_steps_teach_the_corpus_and_odd_ones_unlearn(looping):
     assert int(looping["state"].step) == 12
 
 
+@pytest.mark.long
 def test_each_part_of_the_pool_is_used_once():
     step, state = polish(goal=1.0, weight=0.5)
     seen = []
@@ -178,6 +179,7 @@ def test_each_part_of_the_pool_is_used_once():
     np.testing.assert_array_equal(np.concatenate([p for p, _ in seen]), step._pool[0].token)
 
 
+@pytest.mark.long
 def test_text_that_is_varied_enough_is_left_alone():
     """At the goal the loss weighs nothing, so its step has no gradient."""
     norms = []
@@ -202,7 +204,7 @@ def test_polishing_resumes_to_the_same_parameters(tmp_path: Path):
 
 
 def test_impossible_rules():
-    step, _ = polish()
-    parts = (step.graph, step.optimizer, step.rollout, step.source)
+    graph, _ = init_target(micro_model(seed=1).target, OPTIMIZER)
+    parts = graph, OPTIMIZER, Rollout(graph, SLOTS, PROMPT, NEW, 99), PromptSource(STREAM, 3, PROMPT, 0, seed=0)
     with pytest.raises(ConfigError, match=r"2 faults\n.*n is 0, weight is 0.3.*\n.*divisor of the rollout's 8 slots"):
         PolishStep(*parts, PolishRules(n=0, batch=3))
