@@ -269,4 +269,4 @@ def test_the_shipped_model_is_checked_without_jax(tmp_path):
     assert done.returncode == 0 and "fits 6 layers and 3 draft stages on 2 expert ranks" in done.stdout, done.stderr
     save_config(LoadBalancerConfig(18, {}), path)
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "draft stage layers [6, 7] are missing" in done.stderr
+    assert done.returncode == 2 and "draft stage layers [6, 7, 8] are missing" in done.stderr
