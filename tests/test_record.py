@@ -63,6 +63,7 @@ def recording(confident: LM) -> Recording:
     return record(confident, PROMPTS, PARAMS, samples=8, batch=4)
 
 
+@pytest.mark.long
 def test_the_recording_is_what_decoding_did(confident: LM):
     """Round by round as the trace tells it, but for the rounds that the context has cut short."""
     short = LM(confident.config, confident.draft_config, confident._graph, confident._params, confident.tokenizer, max_len=40)

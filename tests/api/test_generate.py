@@ -154,6 +154,7 @@ def test_same_seed_same_sample_and_another_seed_another(babbling: LM):
     assert drawn[0] == drawn[2] == drawn[4] and len(set(drawn)) == 3
 
 
+@pytest.mark.long
 def test_several_rounds_a_call_give_the_same(babbling: LM):
     target = LookupTarget.random(16, seed=4)
     eight = lookup_lm(target, noisy(target), chunk=4, rounds_per_call=8)
@@ -169,6 +170,7 @@ def test_a_mesh_of_several_devices_changes_no_token(babbling: LM):
     assert [c.tokens for c in lm.generate(RAGGED[:3], greedy(20))] == [c.tokens for c in expected]
 
 
+@pytest.mark.long
 def test_no_request_comes_so_near_to_its_capacity_that_drafts_are_cut():
     lm = lookup_lm(alphabet(), agreeing(alphabet(), 1))
     rounds = list(lm.stream([0] * 202, greedy(54)))  # 256 positions: a program for 256 would just do

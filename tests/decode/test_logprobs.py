@@ -66,6 +66,7 @@ def test_speculative_and_plain_greedy_decoding_report_the_same(lm: LM):
     assert [r.logprobs for r in fast] == [r.logprobs for r in plain]
 
 
+@pytest.mark.long
 def test_several_rounds_a_call():
     target = LookupTarget.random(VOCAB, seed=4)
     for result in lookup_lm(target, noisy(target), chunk=4, rounds_per_call=3).generate(PROMPTS, params(0.8)):

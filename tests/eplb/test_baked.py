@@ -48,11 +48,17 @@ def test_the_requests_draft_and_accept():
     assert len({len(tokens) for tokens, *_ in found.exact}) > 4 and np.ptp(found.law) > 1
 
 
-@pytest.mark.parametrize(("pipe", "expert"), [(1, 2), *LARGER])
-def test_every_placement_gives_the_same_tokens_and_logits_also_when_it_changes_in_flight(pipe, expert):
+@pytest.mark.parametrize(
+    ("pipe", "expert", "names"),
+    [
+        (1, 2, ["rotated", "random"]),
+        *(pytest.param(*mesh, [*PLACEMENTS], marks=pytest.mark.long) for mesh in ((1, 2), (1, 4), (2, 2), (2, 4))),
+    ],
+)
+def test_placements_give_the_same_tokens_and_logits_also_when_they_change_in_flight(pipe, expert, names):
     """The first placement is laid out from the host's weights, the others from those of the running engine."""
     expected = base_outputs(pipe, expert)
-    first, *others = PLACEMENTS.values()
+    first, *others = (PLACEMENTS[name] for name in names)
     engine = make_engine(pipe, expert, placement=first(expert))
     same(outputs(engine), expected)
     for make in others:

@@ -30,7 +30,8 @@ def logits_of(width: int, slots: int, busy: bool) -> np.ndarray:
     return np.array(found)
 
 
-LONG = [pytest.param(*x, marks=pytest.mark.long) for x in ((8, 1, False), (16, 1, False), (4, 2, False), (4, 4, False), (4, 4, True))]
+SHAPES = ((8, 1, False), (16, 1, False), (4, 2, False), (4, 4, False), (4, 4, True))
+LONG = [pytest.param(*x, marks=pytest.mark.long) for x in SHAPES]
 
 
 @pytest.mark.parametrize(

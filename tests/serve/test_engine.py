@@ -67,6 +67,7 @@ def test_prompts_in_larger_chunks_beside_decoding_give_the_same():
     assert answers(engine(2, 1, chunk=8)) == solo()
 
 
+@pytest.mark.long
 def test_b1_without_the_drafts_in_the_item_the_tokens_are_wrong(monkeypatch):
     """The test above can fail: a first rank that does not get the drafts embeds other tokens."""
     honest = Ring._next_item
