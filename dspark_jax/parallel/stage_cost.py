@@ -1,10 +1,9 @@
 """What a decoding tick costs a pipeline rank: seconds out of bytes read, products, and launches.
 
-A decoding tick reads nearly every weight once for a few rows, so bytes over the read bandwidth dominate; products and
-launches are added to them. That is between what grouped matrix products measure: for 512 rows, where reading takes all
-the time, both the sum and the larger part are right; for 4096 the sum is a fifth above the measurement and the larger
-part a fifth below. What all ranks pay alike (the hop, the dispatch) is left out: it cannot move a cut. So are the
-expert collectives, which every layer and stage has.
+A decoding tick reads nearly every weight once for a few rows, so bytes over the read bandwidth dominate. Products run
+beside the reading: both together take little more than the longer one (`CostModel.overlap`). Launches are added. What all
+ranks pay alike (the hop, the dispatch) is left out: it cannot move a cut. So are the expert collectives, which every
+layer and stage has.
 """
 
 import math
@@ -66,49 +65,53 @@ class _Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class CostModel:
-    """Rates of one device; the defaults are one H200's (jax 0.11.2, medians).
+    """Rates of one device; the defaults are one H200's (jax 0.11.2).
 
-    Measured: the first three. The launch counts and passes are counted in the code, and the time of a launch times the
-    count is an estimate: fit them to a measured stage where the prediction must be good.
+    Bandwidth and launch were measured by themselves. Rate, overlap, and the launches of layer, head and step are fitted to
+    the stages of `bench.stage_times` (V4-Flash's shapes, 24, 96 and 192 rows), see docs/pipeline.md.
 
     Attributes:
       read_bandwidth: bytes/s of a skinny bf16 product [8, 4096] × [4096, 65536].
-      matmul_rate: flop/s of a bf16 product 8192³.
+      matmul_rate: flop/s of the experts' products (a bf16 product 8192³ reaches 766e12).
+      overlap: exponent p in (reading^p + computing^p)^(1/p): 1 is the sum of both times, a large one the longer of them.
       launch: seconds that a small product takes beyond its bytes (7 us in all, of which 2 are an 8 MB weight's).
-      layer_launches: of a layer: 14 products, routing with its top-k, norms and mixing.
+      layer_launches: of a layer: products, routing with its top-k, norms and mixing.
       compressor_launches: two products and the pooling.
       indexer_launches: four products, its compressor, top-k and the gather of the chosen entries.
-      head_launches: collapse, norm, product; then verification.
-      step_launches: of one step of the sequential head: bias, law, noise, argmax.
+      head_launches: collapse, norm, product; then verification with its search for the thresholds of top-k and top-p.
+      step_launches: of one step of the sequential head: bias, law with the same search, noise, argmax.
       logit_passes: times that sampling reads or writes a row's fp32 logits.
-      grouped_experts: only the experts that rows visit are read and computed; False: all experts on all rows, as the
-        reference implementation does.
+      grouped_experts: only the experts that rows visit are read and computed, as a grouped kernel would; False: all experts
+        on all rows, as `dspark_kernels.expert_mlp` does.
     """
 
     read_bandwidth: float = 4.19e12
-    matmul_rate: float = 766e12
+    matmul_rate: float = 494e12
+    overlap: float = 4
     launch: float = 5e-6
-    layer_launches: float = 20
+    layer_launches: float = 46
     compressor_launches: float = 3
     indexer_launches: float = 12
-    head_launches: float = 8
-    step_launches: float = 5
+    head_launches: float = 80
+    step_launches: float = 72
     logit_passes: float = 8
-    grouped_experts: bool = True
+    grouped_experts: bool = False
 
     def __post_init__(self) -> None:
         faults = []
         for name in (f.name for f in fields(self) if f.type is float):
-            value, positive = getattr(self, name), name in ("read_bandwidth", "matmul_rate")
+            value, positive = getattr(self, name), name in ("read_bandwidth", "matmul_rate", "overlap")
             if not (math.isfinite(value) and value >= 0 and (value or not positive)):
                 faults.append(f"{name} is {value!r}; expected a number {'above' if positive else 'of at least'} 0")
         raise_all(ConfigError, "cost model", faults)
 
     def seconds(self, work: Iterable[Work], launches: float) -> float:
-        """The sum over `work`, and its launches."""
+        """Of all `work` together, and its launches."""
         parts = list(work)
         reading, computing = sum(w.bytes for w in parts), sum(w.flops for w in parts)
-        return reading / self.read_bandwidth + computing / self.matmul_rate + launches * self.launch
+        shorter, longer = sorted((reading / self.read_bandwidth, computing / self.matmul_rate))
+        both = longer * (1 + (shorter / longer) ** self.overlap) ** (1 / self.overlap) if longer else 0.0
+        return both + launches * self.launch
 
     def layer(self, c: TargetConfig, draft: DraftConfig | None, index: int, load: Workload) -> float:
         """Seconds of target layer `index`, its tap's projection included."""
@@ -122,6 +125,11 @@ class CostModel:
             launches += self.indexer_launches
         weights = self._weights(c, leaves.layer(c, draft, index, 0), rows, load)
         return self.seconds([weights, _attention(c, ratio, rows.local, slots, load)], launches)
+
+    def experts(self, c: TargetConfig, load: Workload) -> float:
+        """Seconds of the routed experts of one layer alone."""
+        found = [leaf for leaf in leaves.block(c, "", 0, False) if leaf.role == "experts"]
+        return self.seconds([self._weights(c, found, _Rows(load.rows, math.ceil(load.rows / load.expert)), load)], 0)
 
     def head(self, c: TargetConfig, draft: DraftConfig | None, load: Workload) -> float:
         """Seconds from the last layer to the verdict on the drafts."""

@@ -19,7 +19,7 @@ from dspark_jax.parallel.mesh import EXPERT, make_mesh
 from dspark_jax.parallel.planner import _best_cut, given_stages, parse_stages, plan_stages
 from dspark_jax.parallel.ring import Ring, RingConfig
 from dspark_jax.parallel.stage import PipelineSpec
-from dspark_jax.parallel.stage_cost import CostModel, Workload, active_experts
+from dspark_jax.parallel.stage_cost import CostModel, Work, Workload, active_experts
 from dspark_jax.presets import v4_flash, v4_pro
 from helpers.checkpoints import DRAFT, TARGET, with_head
 from helpers.micro import MICRO, MICRO_DRAFT
@@ -189,6 +189,21 @@ def test_active_experts():
     assert np.mean(seen) == pytest.approx(active_experts(FLASH, 8), rel=0.02)
 
 
+# Rates and counts of these tests, so that the defaults can follow measurements.
+MODEL = CostModel(
+    read_bandwidth=4.19e12,
+    matmul_rate=766e12,
+    overlap=1,
+    launch=5e-6,
+    layer_launches=20,
+    compressor_launches=3,
+    indexer_launches=12,
+    head_launches=8,
+    step_launches=5,
+    logit_passes=8,
+    grouped_experts=True,
+)
+
 # A window layer of V4-Flash that one row passes, in parameters by hand: bf16, then fp32.
 ATTENTION = 4096 * 1024 + 1024 * 64 * 512 + 4096 * 512 + 64 * 512 * 1024 + 8 * 1024 * 4096 + 1024 + 512
 BF16 = ATTENTION + 4096 * 256 + 3 * 4096 * 2048 * (6 + 1) + 2 * 4096
@@ -197,7 +212,7 @@ ONE_KIND = replace(FLASH, num_hash_layers=0)
 
 
 def test_a_layer_costs_its_bytes():
-    reading = CostModel(read_bandwidth=1.0, matmul_rate=1e30, launch=0.0)
+    reading = replace(MODEL, read_bandwidth=1.0, matmul_rate=1e30, launch=0.0)
     load = Workload(rows=1, context=64)
     window = 64 * 512
     plain = reading.layer(ONE_KIND, None, 0, load)
@@ -207,21 +222,30 @@ def test_a_layer_costs_its_bytes():
 
 
 def test_a_layer_costs_its_products():
-    computing = CostModel(read_bandwidth=1e30, matmul_rate=1.0, launch=0.0)
+    computing = replace(MODEL, read_bandwidth=1e30, matmul_rate=1.0, launch=0.0)
     one, two = (computing.layer(ONE_KIND, None, 0, Workload(rows, 64)) for rows in (1, 2))
     assert one == pytest.approx(2 * (BF16 + FP32) + 4 * 64 * 512 * 64, rel=1e-12) and two == pytest.approx(2 * one)
     dense = replace(computing, grouped_experts=False).layer(ONE_KIND, None, 0, Workload(1, 64))
     assert dense - one == pytest.approx(2 * 250 * 3 * 4096 * 2048)
+    assert computing.experts(ONE_KIND, Workload(1, 64)) == pytest.approx(2 * 6 * 3 * 4096 * 2048)
+
+
+def test_reading_and_computing_overlap():
+    """Both times of equal length take 2^(1/p) of one; a short one beside a long one hardly counts."""
+    for p in (1.0, 2.0, 4.0):
+        model = replace(MODEL, read_bandwidth=1.0, matmul_rate=1.0, overlap=p)
+        assert model.seconds([Work(3.0, 0.0), Work(0.0, 3.0)], 0) == pytest.approx(3 * 2 ** (1 / p))
+    assert model.seconds([Work(10.0, 1.0)], 0) < 10.001 and model.seconds([], 2) == pytest.approx(2 * model.launch)
 
 
 def test_a_layer_costs_its_launches():
-    launching = CostModel(read_bandwidth=1e30, matmul_rate=1e30, launch=1.0)
+    launching = replace(MODEL, read_bandwidth=1e30, matmul_rate=1e30, launch=1.0)
     kinds = [launching.layer(FLASH, None, index, Workload(1, 64)) for index in (0, 3, 2)]
     assert kinds == pytest.approx([20, 23, 35])
 
 
 def test_costs_follow_kind_rows_context_and_ranks():
-    model, draft = CostModel(), FLASH_DRAFT
+    model, draft = MODEL, FLASH_DRAFT
 
     def layer(index, **changes):
         return model.layer(FLASH, draft, index, replace(Workload(48, 8192), **changes))
@@ -237,7 +261,7 @@ def test_costs_follow_kind_rows_context_and_ranks():
     drafter = model.drafter(FLASH, draft, load)
     assert drafter > 3 * layer(1, rows=40) and drafter > model.drafter(FLASH, replace(draft, head="none"), load)
     # Five steps read markov_w2, whatever the number of expert ranks.
-    reading = CostModel(matmul_rate=1e30)
+    reading = replace(MODEL, matmul_rate=1e30)
     for expert in (1, 4):
         heads = (draft, replace(draft, head="none"))
         full, none = (reading.drafter(FLASH, head, replace(load, expert=expert)) for head in heads)
