@@ -50,6 +50,7 @@ def test_counts_of_a_drafter_that_always_agrees(spelling: LM):
     assert both.distinct_4grams == 14 / (3 * 23)  # the alphabet has 14 letters, so 14 different 4-grams
 
 
+@pytest.mark.long
 def test_samples_differ_by_prompt_and_are_not_compared(babbling: LM):
     prompts = [EvalPrompt("abc")] * 4
     (e,) = evaluate(babbling, prompts, SamplingParams(max_tokens=30, temperature=1.0, seed=2**32 - 1), batch=3)

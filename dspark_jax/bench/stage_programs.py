@@ -137,15 +137,15 @@ class Stage:
     def _tick(self) -> Any:
         whole = PartitionSpec()
         mapped = jax.shard_map(
-            partial(self.ring._run_stage, self.rank, self.ring.layouts[0]),
-            mesh=make_mesh(), in_specs=(whole,) * 7, out_specs=(whole,) * 6, check_vma=False,
+            partial(self.ring._run_stage, self.rank, self.ring.widths[0]),
+            mesh=make_mesh(), in_specs=(whole,) * 6, out_specs=(whole,) * 5, check_vma=False,
         )  # fmt: skip
         return jax.jit(mapped, donate_argnums=(2, 3, 4))
 
     def compile(self) -> float:
         begin = time.perf_counter()
         arguments = jax.eval_shape(lambda: (self._item(), *self._state()))
-        self.run = self._tick.lower(self.params, *arguments, None, jnp.int32(0)).compile()
+        self.run = self._tick.lower(self.params, *arguments, jnp.int32(0)).compile()
         self.temporaries = _temporaries(self.run)
         return time.perf_counter() - begin
 
@@ -154,7 +154,7 @@ class Stage:
 
         def once() -> Any:
             nonlocal state
-            sent, *new, _, _ = self.run(params, item, *state, None, first)
+            sent, *new, _ = self.run(params, item, *state, first)
             state = tuple(new)
             return sent.streams, new[1].confidence + 0  # the requests themselves are donated to the next run
 

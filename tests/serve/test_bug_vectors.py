@@ -78,7 +78,8 @@ def forced_logits(ranges: Ranges, draft) -> list[np.ndarray]:
     return ticks[pipe - 1 :][: pipe * len(chunks(pipe))]  # the last rank answers pipe - 1 ticks later
 
 
-@pytest.mark.parametrize("ranges", [((0, 4),), pytest.param(((0, 2), (2, 4)), marks=pytest.mark.long)], ids=["1x1", "2x1"])
+@pytest.mark.long
+@pytest.mark.parametrize("ranges", [((0, 4),), ((0, 2), (2, 4))], ids=["1x1", "2x1"])
 def test_b17_target_logits_are_bit_equal_with_and_without_a_drafter(raw_logits, ranges):
     """The same text in the same chunks, gamma + 1 rows a slot as in a decoding round. With the drafter attached, taps are
     projected, the caches are larger by the drafts that may be rejected, and every tick writes context and drafts a block.
@@ -180,6 +181,7 @@ def test_b23_a_rank_writes_its_own_requests_alone():
     assert {int(at) for places in changed.values() for at, _ in places} == {0, 1}
 
 
+@pytest.mark.long
 def test_b42_as_many_rows_in_another_shape_are_another_program():
     """Twelve prompt tokens of one request, two of each of six, twelve again: the answers of each request alone."""
     e, rng = engine(2, 1, chunk=8), np.random.default_rng(8)

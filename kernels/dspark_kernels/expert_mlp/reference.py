@@ -34,9 +34,7 @@ def expert_mlp(
     """
     experts = w1.shape[0]
     dense = jnp.sum(jax.nn.one_hot(ids, experts, dtype=jnp.float32) * weights[:, :, None], axis=1)
-    # A copy of the rows an expert: without a common axis XLA would lay the weights out anew for one wide product.
-    rows = jnp.broadcast_to(x, (experts, *x.shape))
-    gate = einsum("ebd,edf->ebf", rows, w1).astype(x.dtype).astype(jnp.float32)
-    up = einsum("ebd,edf->ebf", rows, w3).astype(x.dtype).astype(jnp.float32)
+    gate = einsum("bd,edf->ebf", x, w1).astype(x.dtype).astype(jnp.float32)
+    up = einsum("bd,edf->ebf", x, w3).astype(x.dtype).astype(jnp.float32)
     hidden = swiglu(gate, up, limit) * dense.T[:, :, None]
     return einsum("ebf,efd->bd", hidden.astype(x.dtype), w2)
