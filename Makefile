@@ -85,7 +85,7 @@ $(ORACLE_OUT)/.written: $(ORACLE_STAMP) $(ORACLE_SCRIPTS)
 oracle-files: $(ORACLE_OUT)/.written
 
 oracles: $(VENV_STAMP) oracle-files
-	$(PYTEST) -m oracle $(ORACLES) $(ARGS)
+	$(PYTEST) --dist load -m oracle $(ORACLES) $(ARGS)  # few tests, most in one file
 
 clean:
 	rm -rf $(VENV) $(ORACLE_VENV) .cache .pytest_cache .ruff_cache .hypothesis
