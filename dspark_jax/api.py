@@ -19,6 +19,7 @@ from dspark_jax.compilation_cache import use_default_cache
 from dspark_jax.config import DraftConfig, TargetConfig
 from dspark_jax.decode.batch import BatchDecoder, Commit, Request
 from dspark_jax.decode.sampling import MAX_LOGPROBS, SamplingParams
+from dspark_jax.decode.schedule_source import SchedulerOption, fingerprint_of, schedule_source
 from dspark_jax.errors import CheckpointError, ConfigError, RequestError, raise_all
 from dspark_jax.parallel.mesh import EXPERT, PIPE, make_mesh, param_specs
 from dspark_jax.requests import Params, Prompt, RequestReader
@@ -64,6 +65,10 @@ def load(
     mesh: Mesh | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     max_len: int | None = None,
+    scheduler: SchedulerOption | None = None,
+    profile: str | Path | None = None,
+    temperatures: str | Path | None = None,
+    unsigned: bool = False,
 ) -> "LM":
     """Reads a model and places its weights.
 
@@ -72,14 +77,19 @@ def load(
       mesh: from `dspark_jax.parallel.mesh.make_mesh`; one device by default.
       dtype: of activations and weights; float32 on a CPU and bfloat16 elsewhere by default.
       max_len: most positions of a request, prompt included; by default the model's, at most 4096.
+      scheduler, profile, temperatures, unsigned: how many drafts are verified, see `decode.schedule_source` and
+        docs/scheduling.md; whole blocks by default.
 
     Raises CheckpointError or ConfigError for a model that is missing, damaged or contradictory.
     """
     folder = model_folder(model)
+    source = schedule_source(scheduler, profile, temperatures, unsigned)
     mesh = make_mesh() if mesh is None else mesh
     default = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else jnp.bfloat16
 
-    def place(path: layout.Path, array: np.ndarray) -> jax.Array:
+    def place(path: layout.Path, array: np.ndarray) -> Any:
+        if source is not None:  # stays on the host until LM has checked what belongs to these weights
+            return array
         if "experts" not in path:
             return jax.device_put(array, NamedSharding(mesh, PartitionSpec()))
         check_mesh(mesh, array.shape[0])
@@ -87,7 +97,7 @@ def load(
 
     read = read_checkpoint(folder, dtype=default if dtype is None else dtype, axis=EXPERT, place=place)
     tokenizer = read_tokenizer(folder)
-    return LM(read.config, read.draft, read.graph, read.params, tokenizer, mesh=mesh, max_len=max_len)
+    return LM(read.config, read.draft, read.graph, read.params, tokenizer, mesh=mesh, max_len=max_len, scheduler=source)
 
 
 def check_mesh(mesh: Mesh, experts: int) -> None:
@@ -107,7 +117,7 @@ class LM:
       config, draft: configurations; `draft` is None for a model without a drafter.
       graph, params: `nnx.split` of the `SpeculativeLM`, built with `axis="expert"` (None will do on one device).
       tokenizer: has `encode(text)` and `decode(ids)`, without special tokens; a `tokenizers.Tokenizer` will do.
-      mesh, max_len: as for `load`.
+      mesh, max_len, scheduler, profile, temperatures, unsigned: as for `load`.
       chunk: prompt tokens of one prefill call and request.
       rounds_per_call: decoding rounds of one device call; 1 on a CPU (rounds behind a stop are not run), else 8.
 
@@ -127,13 +137,20 @@ class LM:
         max_len: int | None = None,
         chunk: int = CHUNK,
         rounds_per_call: int | None = None,
+        scheduler: SchedulerOption | None = None,
+        profile: str | Path | None = None,
+        temperatures: str | Path | None = None,
+        unsigned: bool = False,
     ):
+        self._schedule = schedule_source(scheduler, profile, temperatures, unsigned)
         limit = config.max_position_embeddings
         self.max_len = min(limit, 4096) if max_len is None else max_len
         if not 2 <= self.max_len <= limit:
             raise ConfigError(f"max_len is {max_len!r}; expected 2 … {limit}, the model's max_position_embeddings")
         self.mesh = make_mesh() if mesh is None else mesh
         check_mesh(self.mesh, config.n_routed_experts)
+        if self._schedule is not None:
+            self._schedule.check(draft, fingerprint_of(config, draft, params, self.mesh), params)
         specs = param_specs(params)
         self._params = jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(self.mesh, s)), params, specs)
         self._graph = graph
@@ -208,6 +225,7 @@ class LM:
                 prefill_seconds=first[i],
                 seconds=last[i],
                 logprobs=tally.logprobs,
+                verify_lengths=tuple(tally.verify_lengths),
             )
             for i, (prompt, request, tally) in enumerate(zip(prompts, requests, tallies, strict=True))
         ]
@@ -265,9 +283,11 @@ class LM:
         with self._lock:
             key = (slots, capacity, self._alternatives(requests))
             if key not in self._decoders:
+                schedule = self._schedule and self._schedule.schedule(slots // expert, self.gamma)
                 self._decoders[key] = BatchDecoder(
-                    self._graph, self._params, self.mesh, slots, capacity, self._chunk, self._rounds_per_call, key[-1]
-                )
+                    self._graph, self._params, self.mesh, slots, capacity, self._chunk, self._rounds_per_call, key[-1],
+                    schedule,
+                )  # fmt: skip
             decoder = self._decoders[key]
         decoder.compile(self._params, modes)
         return decoder

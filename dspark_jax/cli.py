@@ -18,6 +18,7 @@ from dspark_jax.cli_eplb_run import app as eplb_app
 from dspark_jax.cli_guard import INTERRUPTED, guarded
 from dspark_jax.cli_launch import launch
 from dspark_jax.cli_mesh import plan_stages
+from dspark_jax.cli_schedule import ProfileOption, SchedulerOption, TemperaturesOption, UnsignedOption, schedule_of
 from dspark_jax.errors import ConfigError, RequestError
 from dspark_jax.parallel.distributed import check_processes, initialize, requested
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from dspark_jax.cli_engine import EngineRunner
     from dspark_jax.decode.logprobs import TokenLogprobs
     from dspark_jax.decode.sampling import SamplingParams
+    from dspark_jax.decode.schedule_source import ScheduleSource
     from dspark_jax.parallel.mesh_config import MeshConfig
     from dspark_jax.results import Completion
 
@@ -95,6 +97,10 @@ def generate(
     mesh: MeshOption = None,
     emulate_devices: EmulateOption = None,
     placement: PlacementOption = None,
+    scheduler: SchedulerOption = None,
+    profile: ProfileOption = None,
+    temperatures: TemperaturesOption = None,
+    unsigned: UnsignedOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     no_color: Annotated[bool, typer.Option("--no-color", help="No colours.")] = False,
 ) -> None:
@@ -113,7 +119,8 @@ def generate(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens, logprobs=logprobs
     )
     raise_all(RequestError, "sampling parameters", params.faults())
-    lm = _generator(model, *chosen_mesh(mesh, emulate_devices), logprobs, placement)
+    schedule = schedule_of(scheduler, profile, temperatures, unsigned, draft=not no_draft)
+    lm = _generator(model, *chosen_mesh(mesh, emulate_devices), logprobs, placement, schedule)
     if compare and lm.draft_config is None:
         raise RequestError(f"--compare needs a drafter, and the model {model!r} has none; remove --compare")
     from dspark_jax.cli_engine import EngineRunner
@@ -140,6 +147,10 @@ def evaluate(
     batch: Annotated[int, typer.Option(help="Prompts decoded side by side.")] = 8,
     mesh: MeshOption = None,
     emulate_devices: EmulateOption = None,
+    scheduler: SchedulerOption = None,
+    profile: ProfileOption = None,
+    temperatures: TemperaturesOption = None,
+    unsigned: UnsignedOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Measure the drafter: tokens a round and acceptance, with and without its sequential head; compare the texts."""
@@ -160,13 +171,13 @@ def evaluate(
             f"evaluate works on one pipeline rank, and mesh {shape} has pipe = {shape.pipe}; use 1x{shape.devices}, or"
             f" `dspark-jax bench serve --mesh {shape}`, which reports tokens a round on any mesh"
         )
-    lm = load(model, mesh=devices)
+    lm = load(model, mesh=devices, scheduler=schedule_of(scheduler, profile, temperatures, unsigned))
     display = Display()
     with display.waiting("evaluating"):
         found = evaluation.evaluate(lm, chosen, params, batch=batch)
     if as_json:
         settings = {"model": model, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-        settings |= {"max_tokens": max_tokens, "batch": batch}
+        settings |= {"max_tokens": max_tokens, "batch": batch, "scheduler": scheduler}
         print(json.dumps({**settings, "results": [e.as_dict() for e in found]}))
     else:
         display.evaluation(found)
@@ -178,6 +189,7 @@ def _generator(
     mesh: "Mesh | None",
     logprobs: int | None = None,
     placement: Path | None = None,
+    schedule: "ScheduleSource | None" = None,
 ) -> "Generator":
     """The batch interface on one pipeline rank of one process; an engine on more, and to place experts."""
     check_processes(mesh)
@@ -186,10 +198,10 @@ def _generator(
     if mesh is None or (shape.pipe == 1 and not requested() and placement is None):
         from dspark_jax.api import load
 
-        return load(model, mesh=mesh)
+        return load(model, mesh=mesh, scheduler=schedule)
     from dspark_jax.cli_engine import EngineRunner
 
-    return EngineRunner(model, mesh, stage_ranges(shape, model), logprobs, placement)
+    return EngineRunner(model, mesh, stage_ranges(shape, model), logprobs, placement, schedule)
 
 
 def _prompt_text(prompt: str | None, path: Path | None) -> str:
@@ -242,6 +254,8 @@ def summary(
         "rounds": result.rounds,
         "tokens_per_round": result.tokens_per_round,
         "acceptance_by_position": list(result.acceptance_by_position),
+        "verify_lengths": list(result.verify_lengths),
+        "wasted_drafts": result.wasted,
         "identical": None,
         "tokens_per_second": result.tokens_per_second,
         "plain_tokens_per_second": plain_run.tokens_per_second if plain_run else None,

@@ -8,6 +8,7 @@ import typer
 
 from dspark_jax.cli_devices import EmulateOption, MeshOption, PlacementOption, chosen_mesh, stage_ranges
 from dspark_jax.cli_guard import guarded
+from dspark_jax.cli_schedule import ProfileOption, SchedulerOption, TemperaturesOption, UnsignedOption, schedule_of
 from dspark_jax.errors import RequestError, raise_all
 from dspark_jax.parallel.distributed import check_processes
 
@@ -37,6 +38,10 @@ def serve(
     mesh: MeshOption = None,
     emulate_devices: EmulateOption = None,
     placement: PlacementOption = None,
+    scheduler: SchedulerOption = None,
+    profile: ProfileOption = None,
+    temperatures: TemperaturesOption = None,
+    unsigned: UnsignedOption = False,
     kind: Annotated[str | None, typer.Option(help="Only the prompts of this kind.")] = None,
     rate: Annotated[float | None, typer.Option(help="Arrivals a second (Poisson); by default all at once.")] = None,
     requests: Annotated[int, typer.Option(help="Requests to serve; the file's prompts are taken again if need be.")] = 32,
@@ -65,11 +70,13 @@ def serve(
     texts = [p.prompt for p in read_prompts(prompts, kind)]
     if plot is not None:
         _check_plot(plot)
+    schedule = schedule_of(scheduler, profile, temperatures, unsigned, draft=not no_draft)
     shape, devices = chosen_mesh(mesh, emulate_devices)
     check_processes(devices)
     engine = Engine(
-        model, mesh=devices, stages=stage_ranges(shape, model), slots=slots, speculate=not no_draft, placement=placement
-    )
+        model, mesh=devices, stages=stage_ranges(shape, model), slots=slots, speculate=not no_draft, placement=placement,
+        scheduler=schedule,
+    )  # fmt: skip
     if engine.follows:
         engine.follow()
         return
@@ -83,7 +90,7 @@ def serve(
     if as_json:
         settings: dict[str, Any] = {"model": model, "mesh": str(shape), "slots": engine.slots, "rate": rate}
         settings |= {"requests": requests, "seed": seed, "max_tokens": max_tokens, "temperature": temperature}
-        settings |= {"top_k": top_k, "top_p": top_p, "gamma": engine.gamma}
+        settings |= {"top_k": top_k, "top_p": top_p, "gamma": engine.gamma, "scheduler": scheduler}
         print(json.dumps(settings | report.as_dict()))
     else:
         display.out.print(_table(report, f"{model} on mesh {shape}, {engine.slots} slots"))
@@ -114,6 +121,10 @@ def _table(report: "ServeReport", title: str) -> Any:
     table.add_row("time per output token", _milliseconds(report.time_per_output_token))
     tau = report.tokens_per_round
     table.add_row("tokens per round", "-" if tau is None else f"{tau:.2f}")
+    if report.verified:
+        wasted = f"{report.verified - report.accepted} of {report.verified} verified drafts"
+        table.add_row("verified a round", f"{report.verified / report.rounds:.2f} drafts")
+        table.add_row("verified for nothing", wasted)
     for rank, share in enumerate(report.busy):
         table.add_row(f"rank {rank} busy", f"{share:.1%} of {len(report.ticks)} ticks")
     table.add_row("compilation", f"{report.compile_seconds:.1f} s (not in the figures)")

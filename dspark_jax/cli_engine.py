@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from dspark_jax.config import DraftConfig
 from dspark_jax.decode.sampling import SamplingParams
+from dspark_jax.decode.schedule_source import SchedulerOption
 from dspark_jax.eplb.validation import PlacementSource
 from dspark_jax.parallel.mesh import EXPERT, PIPE
 from dspark_jax.parallel.stage import Ranges
@@ -23,7 +24,7 @@ class EngineRunner:
       model: a shipped model's name, or a checkpoint folder.
       mesh: from `make_mesh`.
       stages: the half-open range of target layers of every pipe rank; by default the engine's choice.
-      max_logprobs, placement: as for `Engine`.
+      max_logprobs, placement, scheduler: as for `Engine`; plain decoding has no scheduler.
     """
 
     def __init__(
@@ -33,9 +34,10 @@ class EngineRunner:
         stages: Ranges | None = None,
         max_logprobs: int | None = None,
         placement: PlacementSource | None = None,
+        scheduler: SchedulerOption | None = None,
     ):
         self.model, self.mesh, self.stages, self.max_logprobs = model, mesh, stages, max_logprobs
-        self.placement = placement
+        self.placement, self.scheduler = placement, scheduler
         self._engines: dict[bool, Engine] = {}
         # Whether this process has to call `follow` where process 0 calls `compile` and `generate`.
         self.follows = spans_processes(mesh) and jax.process_index() > 0
@@ -46,6 +48,7 @@ class EngineRunner:
             self._engines[speculate] = Engine(
                 self.model, mesh=self.mesh, stages=self.stages, slots=slots, speculate=speculate,
                 max_logprobs=self.max_logprobs, placement=self.placement,
+                scheduler=self.scheduler if speculate else None,
             )  # fmt: skip
         return self._engines[speculate]
 

@@ -34,6 +34,8 @@ class Acceptance:
     rounds: int
     verified_by_position: tuple[int, ...]
     accepted_by_position: tuple[int, ...]
+    verify_lengths: tuple[int, ...] = ()
+    wasted: int = 0
 
     @classmethod
     def of(cls, results: Sequence[Completion]) -> "Acceptance":
@@ -44,6 +46,8 @@ class Acceptance:
             rounds=sum(r.rounds for r in results),
             verified_by_position=tuple(map(sum, zip(*verified, strict=True))),
             accepted_by_position=tuple(map(sum, zip(*accepted, strict=True))),
+            verify_lengths=tuple(n for r in results for n in r.verify_lengths),
+            wasted=sum(r.wasted for r in results),
         )
 
     @property
@@ -103,7 +107,8 @@ class Evaluation:
         def rates(a: Acceptance | None) -> dict[str, Any] | None:
             if a is None:
                 return None
-            return {"tau": a.tau, "acceptance_by_position": list(a.by_position), "rounds": a.rounds}
+            drafts = {"verified_drafts": sum(a.verify_lengths), "wasted_drafts": a.wasted}
+            return {"tau": a.tau, "acceptance_by_position": list(a.by_position), "rounds": a.rounds, **drafts}
 
         different = [
             {"prompt": d.index, "token": d.at, "excused": d.excused, **vars(d.margins)} for d in self.differences

@@ -33,6 +33,11 @@ class RoundOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @property
+    def wasted(self) -> int:
+        """Drafts that the target checked for nothing: behind a rejection, a stop or a limit, and the rejected one."""
+        return self.verified - self.accepted
+
+    @property
     def text(self) -> str:
         return "".join(self.pieces)
 
@@ -55,6 +60,7 @@ class Completion:
       prefill_seconds: from the start of the batch to the request's first token, compilation excluded.
       seconds: from the start of the batch to the request's last token, compilation excluded.
       logprobs: one entry a token, None unless `SamplingParams.logprobs` asked for them.
+      verify_lengths: for every round the drafts that the target checked; a scheduler changes them.
     """
 
     prompt: str | tuple[int, ...]
@@ -69,6 +75,7 @@ class Completion:
     prefill_seconds: float
     seconds: float
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    verify_lengths: tuple[int, ...] = ()
 
     @property
     def tokens_per_round(self) -> float | None:
@@ -80,9 +87,17 @@ class Completion:
 
     @property
     def acceptance_by_position(self) -> tuple[float | None, ...]:
-        """P(draft j accepted | the drafts before it were accepted); None for a position that was never tested."""
+        """P(draft j accepted | it was verified and the drafts before it were accepted); None where it never was tested.
+
+        Under a scheduler that spares doubtful drafts this is the rate of those that it let pass, not the drafter's own.
+        """
         pairs = zip(self.accepted_by_position, self.verified_by_position, strict=True)
         return tuple(accepted / verified if verified else None for accepted, verified in pairs)
+
+    @property
+    def wasted(self) -> int:
+        """Drafts that the target checked for nothing: they are not in the answer."""
+        return sum(self.verify_lengths) - sum(self.drafted)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -104,6 +119,7 @@ class Tally:
         self.verified = [0] * gamma
         self.accepted = [0] * gamma
         self.rounds = 0
+        self.verify_lengths: list[int] = []
 
     def add(
         self,
@@ -118,6 +134,8 @@ class Tally:
         count = len(tokens)
         kept = min(accepted, count)
         self.rounds += not prefill
+        if not prefill:
+            self.verify_lengths.append(verified)
         self.tokens += tokens
         if self.logprobs is not None:
             self.logprobs += logprobs or ()

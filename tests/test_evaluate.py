@@ -44,7 +44,7 @@ def test_counts_of_a_drafter_that_always_agrees(spelling: LM):
     assert [(e.kind, e.prompts, e.tokens, e.identical) for e in (up, down, both)] == [
         ("up", 2, 52, 2), ("down", 1, 26, 1), ("all", 3, 78, 3),
     ]  # fmt: skip
-    assert both.acceptance == Acceptance(75, 15, (15,) * GAMMA, (15,) * GAMMA)
+    assert both.acceptance == Acceptance(75, 15, (15,) * GAMMA, (15,) * GAMMA, verify_lengths=(GAMMA,) * 15, wasted=0)
     assert both.acceptance.tau == GAMMA + 1 and both.acceptance.by_position == (1.0,) * GAMMA
     assert both.head_off is None and both.differences == ()
     assert both.distinct_4grams == 14 / (3 * 23)  # the alphabet has 14 letters, so 14 different 4-grams

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -69,6 +70,7 @@ class Served:
       arrival: when it was due. Waiting counts from here, also where the loop was late to submit it.
       first, last: when its first and its last token were read.
       tokens, rounds: what it got, and in how many verification rounds.
+      verified, accepted: drafts that the target checked, and those of them that are in the answer.
     """
 
     arrival: float
@@ -76,6 +78,8 @@ class Served:
     last: float
     tokens: int
     rounds: int
+    verified: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,8 +120,27 @@ class ServeReport:
     @property
     def tokens_per_round(self) -> float | None:
         """Tau over all requests, the first tokens left out; None without a round."""
-        rounds = sum(r.rounds for r in self.served)
-        return (self.tokens - len(self.served)) / rounds if rounds else None
+        return (self.tokens - len(self.served)) / self.rounds if self.rounds else None
+
+    @property
+    def rounds(self) -> int:
+        return sum(r.rounds for r in self.served)
+
+    @property
+    def verified(self) -> int:
+        """Drafts that the target checked."""
+        return sum(r.verified for r in self.served)
+
+    @property
+    def accepted(self) -> int:
+        """Those of them that are in an answer."""
+        return sum(r.accepted for r in self.served)
+
+    @property
+    def buckets(self) -> dict[int, int]:
+        """Ticks of the last rank by the rows that it computed on an expert rank; empty without a scheduler."""
+        sizes = Counter(tick.bucket[-1] for tick in self.ticks if tick.bucket is not None)
+        return dict(sorted(sizes.items()))
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
@@ -135,6 +158,9 @@ class ServeReport:
             "time_to_first_token": first and first._asdict(),
             "time_per_output_token": each and each._asdict(),
             "tokens_per_round": self.tokens_per_round,
+            "verified_drafts": self.verified,
+            "wasted_drafts": self.verified - self.accepted,
+            "buckets": self.buckets,
             "busy": list(self.busy),
             "ticks": len(self.ticks),
             "compile_seconds": self.compile_seconds,
@@ -204,7 +230,10 @@ class _Run:
             self.first.setdefault(i, now)
             if output.finish_reason:
                 answer = self.engine.result(key)
-                self.served[i] = Served(float(self.arrivals[i]), self.first[i], now, len(answer.tokens), answer.rounds)
+                self.served[i] = Served(
+                    float(self.arrivals[i]), self.first[i], now, len(answer.tokens), answer.rounds,
+                    sum(answer.verify_lengths), sum(answer.drafted),
+                )  # fmt: skip
                 del self.number[key]
 
     def _keep_ticks(self) -> None:

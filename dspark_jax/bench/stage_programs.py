@@ -137,8 +137,8 @@ class Stage:
     def _tick(self) -> Any:
         whole = PartitionSpec()
         mapped = jax.shard_map(
-            partial(self.ring._run_stage, self.rank, self.ring.widths[0]),
-            mesh=make_mesh(), in_specs=(whole,) * 6, out_specs=(whole,) * 5, check_vma=False,
+            partial(self.ring._run_stage, self.rank, self.ring.layouts[0]),
+            mesh=make_mesh(), in_specs=(whole,) * 7, out_specs=(whole,) * 6, check_vma=False,
         )  # fmt: skip
         return jax.jit(mapped, donate_argnums=(2, 3, 4))
 
@@ -160,13 +160,13 @@ class Stage:
 
         return once
 
-    def _state(self) -> tuple[Any, Any, Any]:
-        """Empty caches, idle requests and their numbers."""
+    def _state(self) -> tuple[Any, Any, Any, None]:
+        """Empty caches, idle requests and their numbers; no schedule."""
         ring = self.ring
         caches = {key: jnp.zeros(x.shape, x.dtype) for key, x in self.caches.items()}
         # Donated: no two leaves may share a buffer.
         requests = init_requests(ring.lanes, ring.gamma, self.setting.config.vocab_size, ring.sizes.stops)
-        return caches, jax.tree.map(jnp.copy, requests), jnp.zeros((ring.lanes,), jnp.int32)
+        return caches, jax.tree.map(jnp.copy, requests), jnp.zeros((ring.lanes,), jnp.int32), None
 
     def _item(self) -> Item:
         """New requests in every run, each a block of random tokens at the end of the context, and random streams."""

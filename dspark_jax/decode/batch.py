@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dspark_jax.decode.logprobs import TokenLogprobs, read_logprobs
 from dspark_jax.decode.program import DecodeProgram
 from dspark_jax.decode.sampling import SamplingParams, SamplingState
+from dspark_jax.decode.schedule import Schedule
 from dspark_jax.decode.state import FINISH_REASONS, RUNNING, DecodeState, Emission, WorkItem
 from dspark_jax.parallel.mesh import EXPERT
 
@@ -82,6 +83,7 @@ class BatchDecoder:
       chunk: prompt tokens of one prefill call and slot.
       rounds_per_call: decoding rounds of one call; more hide the host's work, and run up to that many rounds too many.
       logprobs: the most alternatives a request may ask for; None if none asks for log-probabilities.
+      schedule: how many drafts are verified; None verifies whole blocks.
     """
 
     def __init__(
@@ -94,8 +96,9 @@ class BatchDecoder:
         chunk: int,
         rounds_per_call: int,
         logprobs: int | None = None,
+        schedule: Schedule | None = None,
     ):
-        self.program = DecodeProgram(graph, params, mesh, slots, max_len, logprobs)
+        self.program = DecodeProgram(graph, params, mesh, slots, max_len, logprobs, schedule)
         self.slots, self.max_len, self.chunk, self.rounds_per_call = slots, max_len, chunk, rounds_per_call
         self._rows = NamedSharding(mesh, PartitionSpec(EXPERT))
         self._compiled: dict[str, Any] = {}

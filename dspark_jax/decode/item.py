@@ -4,6 +4,7 @@ Everything that a rank must know of a request stands in the item, so no rank can
 """
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from dspark_jax.decode.rows import Rows, compact_rows, padded_rows
 from dspark_jax.decode.sampling import SamplingState
 from dspark_jax.decode.state import WorkItem
 
@@ -28,7 +30,8 @@ class Control:
       abort: the slot's request ends now, whatever is in flight.
       generation: number of the slot's request, handed back with every commit.
       max_tokens, stop, sampling: of the request (read where `fresh`).
-      bucket: index of the row bucket, the same for all slots of a call.
+      bucket: index of the row bucket, the same for all slots of a microbatch: 1 where one of them takes a chunk, else 0.
+        With a schedule an item counts the packed buckets in front of these two (`parallel.ring`).
     """
 
     admit: Bool[Array, "R"]
@@ -49,7 +52,8 @@ class Control:
 class Item:
     """Rows of R slots on their way: a decoding block or a chunk of a prompt each, `width` at the most.
 
-    `streams` and `context` are the residual streams and the drafter's context projection so far, by (slot, index).
+    `streams` and `context` are the residual streams and the drafter's context projection so far; `Layout` says which
+    row is where.
     """
 
     control: Control
@@ -61,6 +65,41 @@ class Item:
         """The tokens of a bucket of `width` rows a slot."""
         c = self.control
         return WorkItem(token=c.token[:, :width], start=c.start, count=c.count, verify=self.verify, final=c.final)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the rows of a bucket lie in an item, on every rank that the item passes.
+
+    Padded: row (slot r, index i) at [r, i], for i < `width`. Packed: row b, in the order of `compact_rows`, at place b of
+    the flattened [R * item width], for b < `packed`. What lies behind these rows has no meaning.
+    """
+
+    width: int
+    packed: int | None = None
+
+    def size(self, slots: int) -> int:
+        """Rows of a tick, with those that fill it up."""
+        return slots * self.width if self.packed is None else self.packed
+
+    def rows(self, work: WorkItem, lane: Int[Array, "R"]) -> Rows:
+        """The rows of `work`, whose tokens are `width` a slot."""
+        if self.packed is None:
+            return padded_rows(work.token, work.start, work.count, lane)
+        return compact_rows(work.token, work.start, work.count, self.packed, lane)
+
+    def take(self, x: Float[Array, "R item_width n"], *shape: int) -> Float[Array, "B ..."]:
+        """The rows out of an item's array, each of this shape."""
+        if self.packed is None:
+            return x[:, : self.width].reshape(self.size(x.shape[0]), *shape)
+        return x.reshape(-1, x.shape[-1])[: self.packed].reshape(self.packed, *shape)
+
+    def put(self, x: Float[Array, "R item_width n"], rows: Float[Array, "B ..."]) -> Float[Array, "R item_width n"]:
+        """An item's array with these rows."""
+        if self.packed is None:
+            return x.at[:, : self.width].set(rows.reshape(x.shape[0], self.width, -1))
+        flat = x.reshape(-1, x.shape[-1])
+        return flat.at[: self.packed].set(rows.reshape(self.packed, -1)).reshape(x.shape)
 
 
 def idle_control(slots: int, width: int, stops: int) -> Control:

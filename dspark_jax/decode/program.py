@@ -7,6 +7,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dspark_jax.decode import round as decode_round
+from dspark_jax.decode.schedule import Schedule
 from dspark_jax.decode.state import DecodeState, Emission, WorkItem
 from dspark_jax.errors import ConfigError
 from dspark_jax.parallel.mesh import EXPERT, PIPE, param_specs
@@ -22,6 +23,7 @@ class DecodeProgram:
       slots: request slots, a multiple of the expert axis.
       max_len: the most positions of a request, prompt included.
       logprobs: alternatives a token in the emissions' log-probabilities; None leaves those out of the programs.
+      schedule: how many drafts are verified; None verifies whole blocks.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class DecodeProgram:
         slots: int,
         max_len: int,
         logprobs: int | None = None,
+        schedule: Schedule | None = None,
     ):
         if mesh.shape[PIPE] != 1:
             raise ConfigError(
@@ -40,7 +43,7 @@ class DecodeProgram:
         if slots % mesh.shape[EXPERT]:
             raise ConfigError(f"slots is {slots}; expected a multiple of the expert axis, {mesh.shape[EXPERT]}")
         self.graph, self.mesh, self.slots, self.max_len = graph, mesh, slots, max_len
-        self.logprobs = logprobs
+        self.logprobs, self.schedule = logprobs, schedule
         self._specs = param_specs(params)
 
     def _model(self, params: nnx.State):
@@ -58,7 +61,7 @@ class DecodeProgram:
     @cached_property
     def _init(self):
         def init(params):
-            return decode_round.init_state(*self._model(params), self.slots, self.max_len)
+            return decode_round.init_state(*self._model(params), self.slots, self.max_len, schedule=self.schedule)
 
         return jax.jit(init, out_shardings=NamedSharding(self.mesh, PartitionSpec(EXPERT)))
 
@@ -67,7 +70,8 @@ class DecodeProgram:
         """(params, state, item) -> (state, emission): one tick over a work item; the state is donated."""
 
         def run(params: nnx.State, state: DecodeState, item: WorkItem) -> tuple[DecodeState, Emission]:
-            return decode_round.tick(*self._model(params), state, item, self.max_len, self.logprobs)
+            model = self._model(params)
+            return decode_round.tick(*model, state, item, self.max_len, self.logprobs, self.schedule, EXPERT)
 
         rows = PartitionSpec(EXPERT)
         return self._shard(run, (self._specs, rows, rows), (rows, rows), donate=1)
@@ -86,7 +90,8 @@ class DecodeProgram:
             def run(params: nnx.State, state: DecodeState) -> tuple[DecodeState, Emission]:
                 target, drafter = self._model(params)
                 drafter = drafter if speculate else None
-                return decode_round.rounds(target, drafter, state, self.max_len, count, self.logprobs)
+                settings = (self.max_len, count, self.logprobs, self.schedule, EXPERT)
+                return decode_round.rounds(target, drafter, state, *settings)
 
             rows, stacked = PartitionSpec(EXPERT), PartitionSpec(None, EXPERT)
             cache[count, speculate] = self._shard(run, (self._specs, rows), (rows, stacked), donate=1)

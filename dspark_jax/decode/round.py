@@ -11,8 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.decode.logprobs import committed_logprobs
 from dspark_jax.decode.protocols import Drafter, Head, Target
-from dspark_jax.decode.rows import Rows
+from dspark_jax.decode.rows import Rows, mask_rows
 from dspark_jax.decode.sampling import SamplingParams, SamplingState
+from dspark_jax.decode.schedule import Schedule
 from dspark_jax.decode.state import (
     CONTEXT,
     LENGTH,
@@ -28,13 +29,21 @@ from dspark_jax.decode.verify import speculative_sample
 from dspark_jax.models.cache import zero_where
 
 
-def init_state(target: Target, drafter: Drafter | None, slots: int, max_len: int, stops: int = 8) -> DecodeState:
+def init_state(
+    target: Target,
+    drafter: Drafter | None,
+    slots: int,
+    max_len: int,
+    stops: int = 8,
+    schedule: Schedule | None = None,
+) -> DecodeState:
     """Idle slots. `max_len` is the most positions of a request, prompt included; `stops` the most stop tokens."""
     gamma = drafter.block_size if drafter else 0
     return DecodeState(
         requests=init_requests(slots, gamma, target.vocab_size, stops),
         target_cache=target.init_cache(slots, max_len, gamma + 1),
         draft_cache=drafter.init_cache(slots) if drafter else (),
+        stale=schedule.init(slots, gamma) if schedule else None,
     )
 
 
@@ -63,10 +72,14 @@ def tick(
     item: WorkItem,
     max_len: int,
     logprobs: int | None = None,
+    schedule: Schedule | None = None,
+    axis: str | None = None,
 ) -> tuple[DecodeState, Emission]:
     """Runs one work item. Without a drafter it is plain decoding through the same code.
 
-    `logprobs` is the number of alternatives of `Emission.logprobs`; None leaves them out of the program.
+    `logprobs` is the number of alternatives of `Emission.logprobs`; None leaves them out of the program. `schedule`
+    decides how many of the new drafts the next tick verifies (None: all of them), with the slots split over the mesh
+    axis `axis`.
     """
     rows = item.rows()
     with jax.named_scope("target"):
@@ -74,7 +87,11 @@ def tick(
     requests, draft_cache, emission = advance(
         target, drafter, state.requests, state.draft_cache, item, rows, hidden, context, max_len, logprobs
     )
-    return DecodeState(requests, target_cache, draft_cache), emission
+    stale: Any = state.stale
+    if schedule and drafter:
+        with jax.named_scope("schedule"):
+            requests, stale = schedule.step(requests, emission.count, stale, axis)
+    return DecodeState(requests, target_cache, draft_cache, stale), emission
 
 
 def advance(
@@ -89,17 +106,22 @@ def advance(
     max_len: int,
     logprobs: int | None = None,
 ) -> tuple[Requests, Any, Emission]:
-    """What follows the target's layers: verify, commit, write the context, draft. Slot r owns lane r of `draft_cache`."""
+    """What follows the target's layers: verify, commit, write the context, draft. Slot r owns lane r of `draft_cache`.
+
+    `rows` may be packed where all of them are anchors and drafts.
+    """
     gamma = drafter.block_size if drafter else 0
 
     # The rows that predict: the last committed one and every draft behind it.
     base = item.count - 1 - item.verify
-    index = jnp.clip(base[:, None] + jnp.arange(gamma + 1), 0, rows.width - 1)
-    lanes = rows.to_lanes(hidden)
-    chosen = lanes[jnp.arange(lanes.shape[0])[:, None], index]
+    # Packed rows are an anchor and its drafts each, so all of them predict.
+    chosen = _at(rows, hidden, base, gamma + 1) if rows.padded else mask_rows(hidden, rows.valid)
     position = item.start + base
     with jax.named_scope("verify"):
-        logits = target.logits(zero_where(chosen, jnp.broadcast_to(~item.final[:, None], chosen.shape[:2])))
+        if rows.padded:
+            logits = target.logits(zero_where(chosen, jnp.broadcast_to(~item.final[:, None], chosen.shape[:2])))
+        else:
+            logits = rows.to_lanes(target.logits(chosen))
         verdict = speculative_sample(
             logits,
             requests.draft_logits[:, :gamma],
@@ -149,6 +171,13 @@ def advance(
     return requests, draft_cache, emission
 
 
+def _at(rows: Rows, x: Float[Array, "B d"], base: Int[Array, "R"], count: int) -> Float[Array, "R count d"]:
+    """`count` rows of every slot from index `base` on, within the slot."""
+    index = jnp.clip(base[:, None] + jnp.arange(count), 0, rows.width - 1)
+    lanes = rows.to_lanes(x)
+    return lanes[jnp.arange(lanes.shape[0])[:, None], index]
+
+
 def rounds(
     target: Target,
     drafter: Drafter | None,
@@ -156,12 +185,14 @@ def rounds(
     max_len: int,
     count: int,
     logprobs: int | None = None,
+    schedule: Schedule | None = None,
+    axis: str | None = None,
 ) -> tuple[DecodeState, Emission]:
-    """`count` decoding rounds in one loop; the emissions are stacked on a new leading axis."""
+    """`count` decoding rounds in one loop; the emissions are stacked on a new leading axis. Arguments as for `tick`."""
     gamma = drafter.block_size if drafter else 0
 
     def step(state: DecodeState, _: None) -> tuple[DecodeState, Emission]:
-        return tick(target, drafter, state, decode_item(state.requests, gamma), max_len, logprobs)
+        return tick(target, drafter, state, decode_item(state.requests, gamma), max_len, logprobs, schedule, axis)
 
     return jax.lax.scan(step, state, None, length=count)
 

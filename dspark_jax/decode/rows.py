@@ -98,6 +98,35 @@ def padded_rows(
     )
 
 
+def compact_rows(
+    token: Int[Array, "R width"],
+    start: Int[Array, "R"],
+    count: Int[Array, "R"],
+    size: int,
+    lane: Int[Array, "R"] | None = None,
+) -> Rows:
+    """The valid rows of `padded_rows` without the gaps, slot after slot, filled up with invalid rows to `size`.
+
+    `size` is below R * width and at least the sum of `count`; with as many as R * width rows, use the padded form.
+    """
+    slots, width = token.shape
+    end = jnp.cumsum(count)
+    row = jnp.arange(size)
+    slot = jnp.minimum(jnp.searchsorted(end, row, side="right"), slots - 1).astype(jnp.int32)
+    index = row - (end - count)[slot]
+    valid = row < end[-1]
+    return Rows(
+        token=jnp.where(valid, token[slot, jnp.clip(index, 0, width - 1)], 0),
+        slot=slot,
+        position=jnp.where(valid, start[slot] + index, 0),
+        valid=valid,
+        start=start,
+        count=count,
+        width=width,
+        lane=lane,
+    )
+
+
 def mask_rows(x: jax.Array, valid: Bool[Array, "B"]) -> jax.Array:
     """Zeroes whole rows, also those that hold NaN (a product with zero would keep the NaN)."""
     return jnp.where(valid.reshape(-1, *([1] * (x.ndim - 1))), x, jnp.zeros((), x.dtype))

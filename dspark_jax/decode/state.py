@@ -38,11 +38,15 @@ class Requests:
 
 @struct.dataclass
 class DecodeState:
-    """Everything that stays on a device between ticks. Every leaf has the slots first."""
+    """Everything that stays on a device between ticks. Every leaf has the slots first.
+
+    `stale` is the history of a schedule (`decode.schedule.Schedule.init`), None without one.
+    """
 
     requests: Requests
     target_cache: Any
     draft_cache: Any
+    stale: Float32[Array, "R lag gamma"] | None = None
 
 
 @struct.dataclass

@@ -4,6 +4,9 @@ A tick, on every rank: take the item that the rank before has sent; run the own 
 item's microbatch; send the result on. The last rank finishes the round (sampling, commit, draft) and sends the first
 one the microbatch's next item. With P ranks P microbatches are in flight, and P ticks are a round of each. One rank is
 a ring of itself.
+
+With a schedule the last rank also decides how many of the new drafts will be verified, and in which bucket of packed rows,
+the smallest that holds those of the fullest expert rank. The item carries both, so all ranks run it in that bucket.
 """
 
 import dataclasses
@@ -15,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float32, Int
 
-from dspark_jax.decode.item import Control, Item, Packing, idle_control, merge
+from dspark_jax.decode.item import Control, Item, Layout, Packing, idle_control, merge
 from dspark_jax.decode.logprobs import no_logprobs
 from dspark_jax.decode.round import advance, init_requests
-from dspark_jax.decode.rows import padded_rows
 from dspark_jax.decode.sampling import MAX_LOGPROBS
+from dspark_jax.decode.schedule import Schedule, bucket_index, bucket_sizes, packed_rows
 from dspark_jax.decode.state import Emission, Requests, decode_item
 from dspark_jax.eplb.placement import Placement
 from dspark_jax.errors import ConfigError, raise_all
@@ -45,6 +48,9 @@ class RingConfig:
       stops: most stop tokens of a request.
       logprobs: most alternatives a token in the emissions' log-probabilities; None leaves those out of the program.
       count_experts: count the rows of every logical expert in every tick; False leaves the counters out of the program.
+      schedule: how many drafts are verified; None verifies whole blocks.
+      buckets: with a schedule, the ascending numbers of packed rows that a decoding tick may have on one expert rank. All
+        rows that there can be are always one more bucket. By default quarters of these.
     """
 
     slots: int
@@ -54,6 +60,8 @@ class RingConfig:
     stops: int = MAX_STOPS
     logprobs: int | None = None
     count_experts: bool = False
+    schedule: Schedule | None = None
+    buckets: tuple[int, ...] | None = None
 
 
 @struct.dataclass
@@ -64,13 +72,15 @@ class RingState:
       item: the packed item that each rank is about to send.
       caches: target and draft caches by key of `Ring.caches`.
       requests: of the last rank; the other ranks' are never read.
-      tick: ticks so far, modulo the number of ranks.
+      generation: number of the request that each slot had last.
+      stale: the schedule's history of the last rank (`Schedule.init`); None without one.
     """
 
     item: dict[str, jax.Array]
     caches: dict[str, jax.Array]
     requests: Requests
     generation: Int[Array, "P S"]
+    stale: Float32[Array, "P S lag gamma"] | None = None
 
 
 class TickOutput(NamedTuple):
@@ -78,13 +88,15 @@ class TickOutput(NamedTuple):
 
     `emission` and `generation` count on the last rank; `rows` are the valid rows that the rank worked on, by slot.
     `expert_counts` are rows by logical expert, at the rank's layer positions (zeros behind them), one such block for each
-    expert rank; None unless they are counted. Draft stages count where requests draft.
+    expert rank; None unless they are counted. Draft stages count where requests draft. `bucket` is the number of rows that the
+    rank's branch has, the same for all slots; None without a schedule.
     """
 
     emission: Emission
     generation: Int[Array, "R"]
     rows: Int[Array, "R"]
     expert_counts: Int[Array, "positions E"] | None = None
+    bucket: Int[Array, "R"] | None = None
 
 
 class Ring:
@@ -105,9 +117,11 @@ class Ring:
         self.pipeline = Pipeline(spec, params)
         self.pipe, self.gamma = spec.pipe, spec.gamma
         self.width = max(sizes.chunk, self.gamma + 1)
-        # A decoding round, and a round in which some slot takes a chunk of its prompt.
-        self.widths = tuple(sorted({self.gamma + 1, self.width}))
         self.local_slots = sizes.slots // spec.expert  # of one microbatch on one device
+        # A decoding round, and a round in which some slot takes a chunk of its prompt; in front, smaller decoding rounds.
+        self.buckets = bucket_sizes(self.local_slots, self.gamma, sizes.buckets) if sizes.schedule else ()
+        widths = sorted({self.gamma + 1, self.width})
+        self.layouts = (*(Layout(self.gamma + 1, n) for n in self.buckets[:-1]), *map(Layout, widths))
         self.lanes = self.pipe * self.local_slots
         self.caches = self._cache_layout()
 
@@ -154,7 +168,8 @@ class Ring:
         def init() -> RingState:
             caches = {k: jnp.zeros(x.shape, x.dtype) for k, x in self.caches.shapes.items()}
             requests = init_requests(self.lanes, self.gamma, self.spec.config.vocab_size, self.sizes.stops)
-            state = RingState(self._idle_item(), caches, requests, jnp.zeros((self.lanes,), jnp.int32))
+            stale = self.sizes.schedule.init(self.lanes, self.gamma) if self.sizes.schedule else None
+            state = RingState(self._idle_item(), caches, requests, jnp.zeros((self.lanes,), jnp.int32), stale)
             return jax.tree.map(lambda x: x[None], state)
 
         return jax.jit(jax.shard_map(init, mesh=self.mesh, in_specs=(), out_specs=STATE, check_vma=False))()
@@ -187,64 +202,70 @@ class Ring:
         params, state = jax.tree.map(lambda x: x[0], (params, state))
         rank = jax.lax.axis_index(PIPE)
         ring = [(i, (i + 1) % self.pipe) for i in range(self.pipe)]
-        branches = [partial(self._run_stage, rank, width) for rank in range(self.pipe) for width in self.widths]
+        branches = [partial(self._run_stage, rank, layout) for rank in range(self.pipe) for layout in self.layouts]
         idle = jax.tree.map(lambda x: jnp.zeros_like(x[0]), control)
 
         def tick(state: RingState, t: jax.Array) -> tuple[RingState, TickOutput]:
             item = self._packing.unpack(jax.lax.ppermute(state.item, PIPE, ring))
             # The record of a microbatch is merged when its item passes the first rank in the first round of the call.
             record = jax.tree.map(lambda x, none: jnp.where(t < self.pipe, x[t % self.pipe], none), control, idle)
+            if self.buckets:  # the last rank has chosen one of these; the host only says where a chunk is
+                chosen = jnp.where(record.bucket > 0, len(self.buckets), item.control.bucket)
+                record = dataclasses.replace(record, bucket=chosen)
             item = merge(item, record, rank == 0)
             microbatch = (t - rank) % self.pipe
-            branch = rank * len(self.widths) + jnp.minimum(item.control.bucket[0], len(self.widths) - 1)
-            item, caches, requests, generation, output = jax.lax.switch(
-                branch, branches, params, item, state.caches, state.requests, state.generation, microbatch
+            branch = rank * len(self.layouts) + jnp.minimum(item.control.bucket[0], len(self.layouts) - 1)
+            item, caches, *rest, output = jax.lax.switch(
+                branch, branches, params, item, state.caches, state.requests, state.generation, state.stale, microbatch
             )
-            return RingState(self._packing.pack(item), caches, requests, generation), output
+            return RingState(self._packing.pack(item), caches, *rest), output
 
         state, outputs = jax.lax.scan(tick, state, jnp.arange(self.sizes.rounds * self.pipe))
         return jax.tree.map(lambda x: x[None], (state, outputs))
 
-    def _run_stage(self, rank, width, params, item: Item, caches, requests: Requests, generation, microbatch):
-        """One tick of `rank` over rows of at most `width` a slot, with the microbatch's lanes of caches and requests."""
+    def _run_stage(self, rank, layout: Layout, params, item: Item, caches, requests: Requests, generation, stale, microbatch):
+        """One tick of `rank` over rows in this layout, with the microbatch's lanes of caches and requests."""
         stage, r = self._stage(params, rank), self.local_slots
         target_cache, draft_cache = self.caches.take(caches, rank)
-        work = item.work(width)
-        rows = padded_rows(work.token, work.start, work.count, microbatch * r + jnp.arange(r))
+        work = item.work(layout.width)
+        rows = layout.rows(work, microbatch * r + jnp.arange(r))
         if rank == 0:
             streams = stage.embed_streams(rows.token)
-            context = jnp.zeros((r * width, item.context.shape[-1]), jnp.float32)
+            context = jnp.zeros((layout.size(r), item.context.shape[-1]), jnp.float32)
         else:
-            streams = item.streams[:, :width].reshape(r * width, self.spec.config.hc_mult, -1)
-            context = item.context[:, :width].reshape(r * width, -1)
+            c = self.spec.config
+            streams = layout.take(item.streams, c.hc_mult, c.hidden_size)
+            context = layout.take(item.context, item.context.shape[-1])
         streams, context, target_cache, choices = stage.forward(rows, streams, context, target_cache)
         emission, number = _no_emission(r, self.gamma, self.sizes.logprobs), jnp.zeros((r,), jnp.int32)
         if rank < self.pipe - 1:
-            sent = dataclasses.replace(
-                item,
-                streams=item.streams.at[:, :width].set(streams.reshape(r, width, -1)),
-                context=item.context.at[:, :width].set(context.reshape(r, width, -1)),
-            )
+            streams, context = layout.put(item.streams, streams), layout.put(item.context, context)
+            sent = dataclasses.replace(item, streams=streams, context=context)
         else:
             view = partial(_view, start=microbatch * r, size=r)
             # The drafter's state is small: it works on the microbatch's part, where slot r has lane r.
-            own, number, drafts = jax.tree.map(view, (requests, generation, draft_cache))
+            own, number, history, drafts = jax.tree.map(view, (requests, generation, stale, draft_cache))
             rows = dataclasses.replace(rows, lane=None)
-            own, number = _begin(own, number, item.control)
+            own, number, history = _begin(own, number, history, item.control)
             drafter = stage.drafter
             own, drafts, emission = advance(
                 stage, drafter, own, drafts, work, rows, stage.hidden(streams), context, self.sizes.max_len,
                 self.sizes.logprobs,
             )  # fmt: skip
             choices += drafter.choices if drafter else ()
+            if self.sizes.schedule:
+                with jax.named_scope("schedule"):
+                    own, history = self.sizes.schedule.step(own, emission.count, history, axis=EXPERT)
             sent = self._next_item(item, own)
             back = partial(_put, start=microbatch * r)
-            requests, generation, draft_cache = jax.tree.map(
-                back, (requests, generation, draft_cache), (own, number, drafts)
+            requests, generation, stale, draft_cache = jax.tree.map(
+                back, (requests, generation, stale, draft_cache), (own, number, history, drafts)
             )
         counts = self._count(choices) if self.sizes.count_experts else None
-        output = TickOutput(emission, number, work.count, counts)
-        return sent, self.caches.put(caches, rank, (target_cache, draft_cache)), requests, generation, output
+        bucket = jnp.full((r,), layout.size(r), jnp.int32) if self.buckets else None
+        output = TickOutput(emission, number, work.count, counts, bucket)
+        caches = self.caches.put(caches, rank, (target_cache, draft_cache))
+        return sent, caches, requests, generation, stale, output
 
     def _count(self, choices: tuple[Routed, ...]) -> Int[Array, "positions E"]:
         """Rows by expert at this rank's positions, filled up to the most that a rank has."""
@@ -256,11 +277,13 @@ class Ring:
         """The microbatch's next item: the anchors and drafts of the running slots."""
         work = decode_item(requests, self.gamma)
         token = jnp.pad(work.token, ((0, 0), (0, self.width - self.gamma - 1)))
-        no = jnp.zeros_like(work.final)
+        no, bucket = jnp.zeros_like(work.final), jnp.zeros_like(item.control.bucket)
+        if self.buckets:
+            bucket += bucket_index(packed_rows(requests.active, work.verify, EXPERT), self.buckets)
         control = dataclasses.replace(
             item.control,
             admit=no, fresh=no, abort=no, token=token, start=work.start, count=work.count, final=work.final,
-            bucket=jnp.zeros_like(item.control.bucket),
+            bucket=bucket,
         )  # fmt: skip
         return dataclasses.replace(item, control=control, verify=work.verify)
 
@@ -283,9 +306,20 @@ def _faults(spec: PipelineSpec, mesh: Mesh, sizes: RingConfig):
     for name in ("chunk", "rounds", "stops"):
         if getattr(sizes, name) < 1:
             yield f"{name} is {getattr(sizes, name)}; expected at least 1"
+    yield from _bucket_faults(spec, sizes)
     most = min(MAX_LOGPROBS, spec.config.vocab_size)
     if sizes.logprobs is not None and not 0 <= sizes.logprobs <= most:
         yield f"logprobs is {sizes.logprobs}; expected None (off) or 0 … {most}"
+
+
+def _bucket_faults(spec: PipelineSpec, sizes: RingConfig):
+    if sizes.schedule is not None and spec.draft is None:
+        yield "schedule is given, but there is no drafter whose drafts it could count; expected None"
+    buckets = sizes.buckets or ()
+    if sizes.buckets is not None and sizes.schedule is None:
+        yield f"buckets is {sizes.buckets}; expected None without a schedule: whole blocks have one size"
+    if any(n < 1 for n in buckets) or any(a >= b for a, b in zip(buckets, buckets[1:], strict=False)):
+        yield f"buckets is {buckets}; expected ascending numbers of rows from 1 on"
 
 
 def _placement_faults(spec: PipelineSpec, placement: Placement):
@@ -296,8 +330,10 @@ def _placement_faults(spec: PipelineSpec, placement: Placement):
             yield f"the placement's {name} is {getattr(placement, name)}; the stages need {value}"
 
 
-def _begin(requests: Requests, generation: jax.Array, control: Control) -> tuple[Requests, jax.Array]:
-    """Requests whose slots have forgotten what fresh and aborted slots held."""
+def _begin(
+    requests: Requests, generation: jax.Array, stale: jax.Array | None, control: Control
+) -> tuple[Requests, jax.Array, Any]:
+    """Requests, their numbers and a schedule's history, whose slots have forgotten what fresh and aborted slots held."""
     fresh = control.fresh
 
     def pick(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -314,7 +350,8 @@ def _begin(requests: Requests, generation: jax.Array, control: Control) -> tuple
         stop=pick(control.stop, requests.stop),
         sampling=jax.tree.map(pick, control.sampling, requests.sampling),
     )
-    return begun, pick(control.generation, generation)
+    history = None if stale is None else pick(jnp.ones_like(stale), stale)
+    return begun, pick(control.generation, generation), history
 
 
 def _no_emission(slots: int, gamma: int, logprobs: int | None) -> Emission:

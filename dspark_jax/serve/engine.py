@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from dspark_jax.api import LM
 from dspark_jax.decode.item import Control
 from dspark_jax.decode.sampling import SamplingParams
+from dspark_jax.decode.schedule_source import SchedulerOption, fingerprint_of, schedule_source
 from dspark_jax.eplb.collect import ExpertCounter
 from dspark_jax.eplb.namespace import ExpertLayers
 from dspark_jax.eplb.placement import Placement
@@ -35,16 +36,10 @@ from dspark_jax.serve.entry import Entry
 from dspark_jax.serve.model import expert_layers, read_model
 from dspark_jax.serve.processes import Processes, spans_processes
 from dspark_jax.serve.scheduler import Commit, Scheduler, slot_counts
+from dspark_jax.serve.ticks import Tick, read_output
 from dspark_jax.text import TextStream, as_tokenizer
 
 TIMELINE = 10_000  # ticks that are remembered
-
-
-class Tick(NamedTuple):
-    """One tick of the pipeline: for each rank the microbatch it worked on and its valid rows (0: a bubble)."""
-
-    microbatch: tuple[int, ...]
-    rows: tuple[int, ...]
 
 
 class Engine:
@@ -75,6 +70,10 @@ class Engine:
         docs/expert_placement.md. Ignored, with a warning, where the mesh has one expert rank.
       count_experts: first iteration whose rows are counted by expert, and the first that is not any more (`expert_counter`,
         `eplb.collect`). By default the compiled program has no counter.
+      scheduler, profile, temperatures, unsigned: how many drafts are verified, see `schedule_source` and
+        docs/scheduling.md; whole blocks by default.
+      buckets: with a scheduler, packed rows on an expert rank that a decoding tick may have (`RingConfig.buckets`); by default
+        those of `profile`, or quarters.
 
     Raises CheckpointError or ConfigError before any device work.
     """
@@ -94,6 +93,11 @@ class Engine:
         max_logprobs: int | None = None,
         placement: PlacementSource | None = None,
         count_experts: tuple[int, int] | None = None,
+        scheduler: SchedulerOption | None = None,
+        profile: str | Path | None = None,
+        temperatures: str | Path | None = None,
+        unsigned: bool = False,
+        buckets: Sequence[int] | None = None,
     ):
         mesh = make_mesh() if mesh is None else mesh
         pipe, expert = mesh.shape[PIPE], mesh.shape[EXPERT]
@@ -101,6 +105,7 @@ class Engine:
         per_batch, faults = slot_counts(self.slots, pipe, expert)
         raise_all(ConfigError, "engine", faults)
         # Before the weights are read: a file that does not fit is refused at once, on every process.
+        source = schedule_source(scheduler, profile, temperatures, unsigned)
         placed = None if placement is None else resolve_placement(placement, expert_layers(model, speculate), expert)
         config, draft, params, tokenizer = read_model(model, mesh, dtype)
         limit = config.max_position_embeddings
@@ -122,10 +127,16 @@ class Engine:
             self.plan = given_stages(config, draft, stages, pipe, **load)
         spec = PipelineSpec(config, draft, self.plan.ranges, expert, activations, placed)
         self.expert_counter = _expert_counter(spec, count_experts)
-        counting = count_experts is not None
+        self._schedule = source
+        if source is not None:
+            here = fingerprint_of(config, draft, params, mesh, ranges=self.plan.ranges, placement=placed)
+            source.check(draft, here, params)
+            buckets = source.buckets if buckets is None else buckets
         sizes = RingConfig(
-            per_batch, self.max_len, chunk, rounds_per_call, logprobs=max_logprobs, count_experts=counting
-        )
+            per_batch, self.max_len, chunk, rounds_per_call, logprobs=max_logprobs, count_experts=count_experts is not None,
+            schedule=source and source.schedule(per_batch // expert, spec.gamma),
+            buckets=None if buckets is None else tuple(buckets),
+        )  # fmt: skip
         self.ring = Ring(spec, params, mesh, sizes)
         self.mesh, self.config, self.draft_config, self.tokenizer = mesh, config, spec.draft, as_tokenizer(tokenizer)
         self.gamma = spec.gamma
@@ -254,6 +265,11 @@ class Engine:
         spec, sizes = self.ring.spec, self.ring.sizes
         placed = resolve_placement(placement, ExpertLayers.of(spec.config, spec.draft), spec.expert)
         ring = Ring(replace(spec, placement=placed), self.ring.pipeline.whole, self.mesh, sizes)
+        if self._schedule is not None:  # step times belong to a placement
+            whole = self.ring.pipeline.whole
+            self._schedule.check_table(
+                fingerprint_of(spec.config, spec.draft, whole, self.mesh, ranges=spec.ranges, placement=placed)
+            )
         with self._lock:
             if placed == self.placement:
                 return
@@ -284,7 +300,7 @@ class Engine:
                 tell("compiling the ring")
                 step = self.ring.step.lower(self._params, self._state, record).compile()
                 tell("running an empty round")
-                self._read(self._run(step, record))
+                jax.block_until_ready(self._run(step, record))
                 self._step = step
         return time.perf_counter() - begin
 
@@ -334,16 +350,9 @@ class Engine:
 
     def _absorb(self, output: TickOutput) -> Iterator[Commit]:
         self._count(output)
-        emission, generation, rows = self._read(output)
-        pipe = self.ring.pipe
-        for t, row in enumerate(rows.T):
-            self.timeline.append(Tick(tuple((t - rank) % pipe for rank in range(pipe)), tuple(int(n) for n in row)))
+        emission, generation, ticks = read_output(output)
+        self.timeline += ticks
         yield from self._scheduler.absorb(emission, generation)
-
-    def _read(self, output: TickOutput) -> tuple[Any, np.ndarray, np.ndarray]:
-        """Emission and generation of the last rank, [ticks, slots, …], and valid rows [pipe, ticks], on the host."""
-        host = jax.device_get(output)
-        return jax.tree.map(lambda x: x[-1], host.emission), host.generation[-1], host.rows.sum(axis=2)
 
     # -- several processes -----------------------------------------------------------------------------------------------
 

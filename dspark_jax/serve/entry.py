@@ -76,4 +76,5 @@ class Entry:
             prefill_seconds=self.first - self.submitted,
             seconds=self.last - self.submitted,
             logprobs=tally.logprobs,
+            verify_lengths=tuple(tally.verify_lengths),
         )

@@ -5,6 +5,7 @@ import shutil
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,7 @@ class Recipe:
         config = OptimizerConfig(args.polish_peak, steps, min(20, steps // 4), weight_decay=0.0, kind="adamw")
         transform, _ = make_optimizer(config)
         graph, state = init_target(target, transform)
+        before = jax.device_get((state.params, state.fixed))
         source = PromptSource(self.tokens, self.shortest, self.rollout.prompt, bos, seed=5)
         rules = PolishRules(weight=args.polish_weight, goal=args.distinct_goal, batch=args.batch)
         step = PolishStep(graph, transform, self.rollout, source, rules)
@@ -168,7 +170,8 @@ class Recipe:
             self.progress.note(target_quality=judge(target))
         # Checkpoints lie where a pool is drawn anew, so that a resumed run sees the same pools.
         state = self._train("polish", step, state, stream, steps, save_every=4 * step.refresh, log_every=20)
-        write_target(args.work / "polished", self.config, nnx.merge(graph, state.params, state.fixed))
+        mixed = jax.tree.map(partial(_between, share=args.polish_share), before, (state.params, state.fixed))
+        write_target(args.work / "polished", self.config, nnx.merge(graph, *mixed))
         polished = read_target(args.work / "polished", self.config, self.draft)
         self.progress.note(polished_quality=judge(polished))
         self.progress.finish("polish")
@@ -256,6 +259,16 @@ def read_target(folder: Path, config: TargetConfig, draft: DraftConfig) -> Deeps
         nnx.eval_shape(lambda: DeepseekV4(config, taps=draft.target_layer_ids, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     )
     return nnx.merge(graph, nnx.split(target)[1])
+
+
+def _between(before: np.ndarray, after: jax.Array, share: float) -> jax.Array:
+    """The point at `share` of the way between two weights; integer tables stay as they are.
+
+    Half-way weights keep most of what a fine-tuning gains and lose less of what was there (Wortsman et al. 2022).
+    """
+    if not jnp.issubdtype(after.dtype, jnp.floating):
+        return after
+    return (1 - share) * before + share * after
 
 
 def _print(record: dict[str, Any]) -> None:

@@ -106,7 +106,8 @@ def test_a_runner_asks_for_the_stages_given_and_the_fewest_slots(monkeypatch):
 
 def test_expert_ranks_alone_take_the_batch_interface(run):
     meshes = []
-    go = run(*OPTIONS, "--json", "--mesh", "1x2", devices=2, load=lambda model, *, mesh: meshes.append(mesh) or lm())
+    load = lambda model, *, mesh, **_: meshes.append(mesh) or lm()  # noqa: E731
+    go = run(*OPTIONS, "--json", "--mesh", "1x2", devices=2, load=load)
     assert go[0] == 0
     assert [dict(mesh.shape) for mesh in meshes] == [{"pipe": 1, "expert": 2}]
 

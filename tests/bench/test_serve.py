@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,6 +47,11 @@ def test_figures_of_a_report():
     assert report.time_per_output_token == Percentiles(0.75, pytest.approx(0.995))  # 0.5 and 1; one token has none
     found = report.as_dict()
     assert found["time_to_first_token"]["p50"] == 1.0 and found["ticks"] == 4 and found["compile_seconds"] == 7.0
+    assert found["verified_drafts"] == found["wasted_drafts"] == 0 and found["buckets"] == {}
+    ticks = tuple(tick._replace(bucket=(8, n)) for tick, n in zip(ticks, (4, 8, 4, 4), strict=True))
+    checked = tuple(replace(r, verified=v, accepted=a) for r, v, a in zip(served, (6, 4, 0), (3, 1, 0), strict=True))
+    found = ServeReport(checked, ticks, 5.0, 7.0).as_dict()
+    assert found["verified_drafts"] == 10 and found["wasted_drafts"] == 6 and found["buckets"] == {4: 3, 8: 1}
     single = ServeReport(served[2:], ticks, 5.0, 7.0).as_dict()
     assert single["time_per_output_token"] is None and single["tokens_per_round"] is None
 

@@ -113,7 +113,7 @@ def read(engine: Engine, answers: list[Completion]) -> Outputs:
 
 
 def same(found: Outputs, expected: Outputs) -> None:
-    """Equal tokens and drafts; logits to 1e-5, confidences (a dot product of the drafter's hidden rows) of their scale."""
+    """Equal tokens and drafts; log-probabilities, and confidences (logits too), to 1e-5 of their scale."""
     assert found.exact == expected.exact
-    np.testing.assert_allclose(found.law, expected.law, rtol=0, atol=1e-5)
+    assert scaled_error(found.law, expected.law) < 1e-5
     assert scaled_error(found.confidence, expected.confidence) < 1e-5

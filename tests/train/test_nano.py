@@ -17,7 +17,7 @@ from dspark_jax.config import DraftConfig
 from dspark_jax.errors import ConfigError
 from dspark_jax.train import nano
 from dspark_jax.train.judge import bits_per_byte
-from dspark_jax.train.recipe import Progress
+from dspark_jax.train.recipe import Progress, _between
 from helpers.checkpoints import random_params
 from helpers.micro import MICRO
 
@@ -122,6 +122,7 @@ def test_all_stages_from_nothing(corpus, tmp_path):
 
 FAULTS = [
     (["--regenerated-share=1.5"], ["--regenerated-share is 1.5; expected 0 to 1"]),
+    (["--polish-share=1.1"], ["--polish-share is 1.1; expected 0 to 1"]),
     (["--distinct-goal=-1"], ["--distinct-goal is -1.0; expected 0 to 1"]),
     (["--slots=100"], ["--slots is 100; expected a multiple of --batch, 64"]),
     (["--slots=32", "--batch=32"], ["--slots is 32; expected at least 50"]),
@@ -210,3 +211,10 @@ def nano_model(config, draft):
     from dspark_jax.models.speculative import SpeculativeLM
 
     return SpeculativeLM(config, draft, rngs=nnx.Rngs(0))
+
+
+def test_the_mean_of_weights_leaves_tables_alone():
+    before, after = np.array([0.0, 4.0], np.float32), jnp.array([2.0, 0.0])
+    for share, expected in ((0.0, [0.0, 4.0]), (0.25, [0.5, 3.0]), (1.0, [2.0, 0.0])):
+        np.testing.assert_array_equal(_between(before, after, share=share), expected)
+    np.testing.assert_array_equal(_between(np.array([1, 2]), jnp.array([3, 4]), share=0.5), [3, 4])

@@ -4,7 +4,7 @@ docs/scheduling.md compares the schedulers and says why each of them leaves the 
 """
 
 from dspark_jax.decode.schedule.algorithm1 import EarlyStop
-from dspark_jax.decode.schedule.buckets import bucket_index, packed_rows
+from dspark_jax.decode.schedule.buckets import bucket_index, bucket_sizes, packed_rows
 from dspark_jax.decode.schedule.cost import StepCost, expected_rate
 from dspark_jax.decode.schedule.interface import Block, Schedule, Scheduler, survival
 from dspark_jax.decode.schedule.production import StaleSize
@@ -20,6 +20,7 @@ __all__ = [
     "StepCost",
     "Threshold",
     "bucket_index",
+    "bucket_sizes",
     "expected_rate",
     "packed_rows",
     "survival",

@@ -7,6 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+PARTS = 4  # default buckets: every one is a copy of the stages in the program
+
+
+def bucket_sizes(slots: int, gamma: int, wanted: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Ascending numbers of rows of a decoding step over `slots` requests; the last one is that of whole blocks.
+
+    `wanted` are the others; those that are no smaller than it are left out. By default quarters of it, rounded up.
+    """
+    whole = slots * (gamma + 1)
+    wanted = [-(-whole * part // PARTS) for part in range(1, PARTS)] if wanted is None else wanted
+    return (*sorted({n for n in wanted if n < whole}), whole)
+
 
 def packed_rows(active: Bool[Array, "R"], lengths: Int[Array, "R"], axis: str | None = None) -> Int[Array, ""]:
     """Rows of the next step on the rank that has most: the anchors and the drafts to verify."""
