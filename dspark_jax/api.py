@@ -14,12 +14,13 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dspark_jax.checkpoint import layout
-from dspark_jax.checkpoint.reader import read_checkpoint, read_tokenizer
+from dspark_jax.checkpoint.reader import Weights, read_checkpoint, read_tokenizer
 from dspark_jax.compilation_cache import use_default_cache
 from dspark_jax.config import DraftConfig, TargetConfig
 from dspark_jax.decode.batch import BatchDecoder, Commit, Request
 from dspark_jax.decode.sampling import MAX_LOGPROBS, SamplingParams
 from dspark_jax.decode.schedule_source import SchedulerOption, fingerprint_of, schedule_source
+from dspark_jax.decode.verify import REJECTION, verify_faults
 from dspark_jax.errors import CheckpointError, ConfigError, RequestError, raise_all
 from dspark_jax.parallel.mesh import EXPERT, PIPE, make_mesh, param_specs
 from dspark_jax.requests import Params, Prompt, RequestReader
@@ -64,11 +65,13 @@ def load(
     *,
     mesh: Mesh | None = None,
     dtype: jax.typing.DTypeLike | None = None,
+    weights: Weights = "dequantised",
     max_len: int | None = None,
     scheduler: SchedulerOption | None = None,
     profile: str | Path | None = None,
     temperatures: str | Path | None = None,
     unsigned: bool = False,
+    verify: str = REJECTION,
 ) -> "LM":
     """Reads a model and places its weights.
 
@@ -76,13 +79,19 @@ def load(
       model: the name of a shipped model, or a checkpoint folder.
       mesh: from `dspark_jax.parallel.mesh.make_mesh`; one device by default.
       dtype: of activations and weights; float32 on a CPU and bfloat16 elsewhere by default.
+      weights: what devices hold of an fp8 or fp4 checkpoint. "dequantised": numbers of `dtype`; the default, because it is the
+        faster one as long as no kernel multiplies with codes. "quantised": the routed experts as their codes, for fp4 about a
+        quarter of bfloat16's memory, and the same outputs; every layer widens its experts anew. See docs/checkpoints.md.
       max_len: most positions of a request, prompt included; by default the model's, at most 4096.
       scheduler, profile, temperatures, unsigned: how many drafts are verified, see `decode.schedule_source` and
         docs/scheduling.md; whole blocks by default.
+      verify: how drafts are verified: "rejection" sampling, or "coupled": draft and target share their noise, so that a
+        sampled text, too, is a function of prompt and seed, for any drafter or none (docs/scheduling.md).
 
     Raises CheckpointError or ConfigError for a model that is missing, damaged or contradictory.
     """
     folder = model_folder(model)
+    raise_all(ConfigError, "load", verify_faults(verify))
     source = schedule_source(scheduler, profile, temperatures, unsigned)
     mesh = make_mesh() if mesh is None else mesh
     default = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else jnp.bfloat16
@@ -95,9 +104,13 @@ def load(
         check_mesh(mesh, array.shape[0])
         return jax.device_put(array, NamedSharding(mesh, PartitionSpec(EXPERT)))
 
-    read = read_checkpoint(folder, dtype=default if dtype is None else dtype, axis=EXPERT, place=place)
+    dtype = default if dtype is None else dtype
+    read = read_checkpoint(folder, dtype=dtype, axis=EXPERT, place=place, weights=weights)
     tokenizer = read_tokenizer(folder)
-    return LM(read.config, read.draft, read.graph, read.params, tokenizer, mesh=mesh, max_len=max_len, scheduler=source)
+    return LM(
+        read.config, read.draft, read.graph, read.params, tokenizer, mesh=mesh, max_len=max_len, scheduler=source,
+        verify=verify,
+    )  # fmt: skip
 
 
 def check_mesh(mesh: Mesh, experts: int) -> None:
@@ -117,7 +130,7 @@ class LM:
       config, draft: configurations; `draft` is None for a model without a drafter.
       graph, params: `nnx.split` of the `SpeculativeLM`, built with `axis="expert"` (None will do on one device).
       tokenizer: has `encode(text)` and `decode(ids)`, without special tokens; a `tokenizers.Tokenizer` will do.
-      mesh, max_len, scheduler, profile, temperatures, unsigned: as for `load`.
+      mesh, max_len, scheduler, profile, temperatures, unsigned, verify: as for `load`.
       chunk: prompt tokens of one prefill call and request.
       rounds_per_call: decoding rounds of one device call; 1 on a CPU (rounds behind a stop are not run), else 8.
 
@@ -141,8 +154,11 @@ class LM:
         profile: str | Path | None = None,
         temperatures: str | Path | None = None,
         unsigned: bool = False,
+        verify: str = REJECTION,
     ):
         self._schedule = schedule_source(scheduler, profile, temperatures, unsigned)
+        raise_all(ConfigError, "LM", verify_faults(verify))
+        self.verify = verify
         limit = config.max_position_embeddings
         self.max_len = min(limit, 4096) if max_len is None else max_len
         if not 2 <= self.max_len <= limit:
@@ -286,7 +302,7 @@ class LM:
                 schedule = self._schedule and self._schedule.schedule(slots // expert, self.gamma)
                 self._decoders[key] = BatchDecoder(
                     self._graph, self._params, self.mesh, slots, capacity, self._chunk, self._rounds_per_call, key[-1],
-                    schedule,
+                    schedule, self.verify,
                 )  # fmt: skip
             decoder = self._decoders[key]
         decoder.compile(self._params, modes)

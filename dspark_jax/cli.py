@@ -18,7 +18,15 @@ from dspark_jax.cli_eplb_run import app as eplb_app
 from dspark_jax.cli_guard import INTERRUPTED, guarded
 from dspark_jax.cli_launch import launch
 from dspark_jax.cli_mesh import plan_stages
-from dspark_jax.cli_schedule import ProfileOption, SchedulerOption, TemperaturesOption, UnsignedOption, schedule_of
+from dspark_jax.cli_profile import profile
+from dspark_jax.cli_schedule import (
+    ProfileOption,
+    SchedulerOption,
+    TemperaturesOption,
+    UnsignedOption,
+    VerifyOption,
+    schedule_of,
+)
 from dspark_jax.errors import ConfigError, RequestError
 from dspark_jax.parallel.distributed import check_processes, initialize, requested
 
@@ -101,6 +109,7 @@ def generate(
     profile: ProfileOption = None,
     temperatures: TemperaturesOption = None,
     unsigned: UnsignedOption = False,
+    verify: VerifyOption = "rejection",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     no_color: Annotated[bool, typer.Option("--no-color", help="No colours.")] = False,
 ) -> None:
@@ -120,7 +129,7 @@ def generate(
     )
     raise_all(RequestError, "sampling parameters", params.faults())
     schedule = schedule_of(scheduler, profile, temperatures, unsigned, draft=not no_draft)
-    lm = _generator(model, *chosen_mesh(mesh, emulate_devices), logprobs, placement, schedule)
+    lm = _generator(model, *chosen_mesh(mesh, emulate_devices), logprobs, placement, schedule, verify)
     if compare and lm.draft_config is None:
         raise RequestError(f"--compare needs a drafter, and the model {model!r} has none; remove --compare")
     from dspark_jax.cli_engine import EngineRunner
@@ -151,6 +160,7 @@ def evaluate(
     profile: ProfileOption = None,
     temperatures: TemperaturesOption = None,
     unsigned: UnsignedOption = False,
+    verify: VerifyOption = "rejection",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Measure the drafter: tokens a round and acceptance, with and without its sequential head; compare the texts."""
@@ -171,13 +181,14 @@ def evaluate(
             f"evaluate works on one pipeline rank, and mesh {shape} has pipe = {shape.pipe}; use 1x{shape.devices}, or"
             f" `dspark-jax bench serve --mesh {shape}`, which reports tokens a round on any mesh"
         )
-    lm = load(model, mesh=devices, scheduler=schedule_of(scheduler, profile, temperatures, unsigned))
+    schedule = schedule_of(scheduler, profile, temperatures, unsigned)
+    lm = load(model, mesh=devices, scheduler=schedule, verify=verify)
     display = Display()
     with display.waiting("evaluating"):
         found = evaluation.evaluate(lm, chosen, params, batch=batch)
     if as_json:
         settings = {"model": model, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-        settings |= {"max_tokens": max_tokens, "batch": batch, "scheduler": scheduler}
+        settings |= {"max_tokens": max_tokens, "batch": batch, "scheduler": scheduler, "verify": verify}
         print(json.dumps({**settings, "results": [e.as_dict() for e in found]}))
     else:
         display.evaluation(found)
@@ -190,6 +201,7 @@ def _generator(
     logprobs: int | None = None,
     placement: Path | None = None,
     schedule: "ScheduleSource | None" = None,
+    verify: str = "rejection",
 ) -> "Generator":
     """The batch interface on one pipeline rank of one process; an engine on more, and to place experts."""
     check_processes(mesh)
@@ -198,10 +210,10 @@ def _generator(
     if mesh is None or (shape.pipe == 1 and not requested() and placement is None):
         from dspark_jax.api import load
 
-        return load(model, mesh=mesh, scheduler=schedule)
+        return load(model, mesh=mesh, scheduler=schedule, verify=verify)
     from dspark_jax.cli_engine import EngineRunner
 
-    return EngineRunner(model, mesh, stage_ranges(shape, model), logprobs, placement, schedule)
+    return EngineRunner(model, mesh, stage_ranges(shape, model), logprobs, placement, schedule, verify)
 
 
 def _prompt_text(prompt: str | None, path: Path | None) -> str:
@@ -231,17 +243,23 @@ def _generate_json(lm: "Generator", prompt: str, params: "SamplingParams", draft
     compile_seconds = lm.compile([prompt], params, speculate=modes)
     result = lm.generate([prompt], params, speculate=draft)[0]
     plain = lm.generate([prompt], params, speculate=False)[0] if compare else None
-    print(json.dumps(summary(result, plain, draft, params.temperature, compile_seconds)))
+    print(json.dumps(summary(result, plain, draft, _comparable(lm, params), compile_seconds)))
+
+
+def _comparable(lm: "Generator", params: "SamplingParams") -> bool:
+    """Whether one text is right, with and without the drafter."""
+    return params.temperature == 0 or lm.verify == "coupled"
 
 
 def summary(
-    result: "Completion", plain: "Completion | None", draft: bool, temperature: float, compile_seconds: float
+    result: "Completion", plain: "Completion | None", draft: bool, comparable: bool, compile_seconds: float
 ) -> dict[str, Any]:
     """The JSON object of one run; `plain` is the run of --compare.
 
-    Every key is always there. `identical` is null without --compare, and at a temperature above 0, where both runs are
-    samples of one law and not one text. `plain_tokens_per_second` is null where plain decoding did not run. `logprobs` is
-    null without --logprobs, else one object a token: its logprob, and the likeliest ids with theirs.
+    Every key is always there. `identical` is null without --compare, and where the texts are not `comparable`: at a
+    temperature above 0 without coupled verification, both runs are samples of one law and not one text.
+    `plain_tokens_per_second` is null where plain decoding did not run. `logprobs` is null without --logprobs, else one
+    object a token: its logprob, and the likeliest ids with theirs.
     """
     plain_run = plain if draft else result
     found: dict[str, Any] = {
@@ -262,7 +280,7 @@ def summary(
         "prefill_seconds": result.prefill_seconds,
         "compile_seconds": compile_seconds,
     }
-    if plain is not None and temperature == 0:
+    if plain is not None and comparable:
         found["identical"] = result.tokens == plain.tokens
     elif plain is not None:
         found["note"] = "sampled texts differ by design: with and without the drafter the law is equal, not the sample"
@@ -291,11 +309,12 @@ def _generate_shown(
             plain = lm.generate([prompt], params, speculate=False)[0]
     display.summary(result, plain, draft, compile_seconds)
     if plain is not None:
-        display.verdict(result, plain, params.temperature, lm.decode)
+        display.verdict(result, plain, _comparable(lm, params), lm.decode)
 
 
 app.command("plan-stages")(plan_stages)
 app.command("calibrate")(calibrate)
+app.command("profile")(profile)
 app.command("launch")(launch)
 
 if __name__ == "__main__":

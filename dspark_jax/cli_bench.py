@@ -8,7 +8,14 @@ import typer
 
 from dspark_jax.cli_devices import EmulateOption, MeshOption, PlacementOption, chosen_mesh, stage_ranges
 from dspark_jax.cli_guard import guarded
-from dspark_jax.cli_schedule import ProfileOption, SchedulerOption, TemperaturesOption, UnsignedOption, schedule_of
+from dspark_jax.cli_schedule import (
+    ProfileOption,
+    SchedulerOption,
+    TemperaturesOption,
+    UnsignedOption,
+    VerifyOption,
+    schedule_of,
+)
 from dspark_jax.errors import RequestError, raise_all
 from dspark_jax.parallel.distributed import check_processes
 
@@ -42,6 +49,7 @@ def serve(
     profile: ProfileOption = None,
     temperatures: TemperaturesOption = None,
     unsigned: UnsignedOption = False,
+    verify: VerifyOption = "rejection",
     kind: Annotated[str | None, typer.Option(help="Only the prompts of this kind.")] = None,
     rate: Annotated[float | None, typer.Option(help="Arrivals a second (Poisson); by default all at once.")] = None,
     requests: Annotated[int, typer.Option(help="Requests to serve; the file's prompts are taken again if need be.")] = 32,
@@ -69,13 +77,13 @@ def serve(
     raise_all(RequestError, "load", load.faults())
     texts = [p.prompt for p in read_prompts(prompts, kind)]
     if plot is not None:
-        _check_plot(plot)
-    schedule = schedule_of(scheduler, profile, temperatures, unsigned, draft=not no_draft)
+        check_plot(plot)
+    schedule = schedule_of(scheduler, profile, temperatures, unsigned, draft=not no_draft, measurable=True)
     shape, devices = chosen_mesh(mesh, emulate_devices)
     check_processes(devices)
     engine = Engine(
         model, mesh=devices, stages=stage_ranges(shape, model), slots=slots, speculate=not no_draft, placement=placement,
-        scheduler=schedule,
+        scheduler=schedule, verify=verify,
     )  # fmt: skip
     if engine.follows:
         engine.follow()
@@ -90,13 +98,22 @@ def serve(
     if as_json:
         settings: dict[str, Any] = {"model": model, "mesh": str(shape), "slots": engine.slots, "rate": rate}
         settings |= {"requests": requests, "seed": seed, "max_tokens": max_tokens, "temperature": temperature}
-        settings |= {"top_k": top_k, "top_p": top_p, "gamma": engine.gamma, "scheduler": scheduler}
+        settings |= {"top_k": top_k, "top_p": top_p, "gamma": engine.gamma, "scheduler": scheduler, "verify": verify}
         print(json.dumps(settings | report.as_dict()))
     else:
         display.out.print(_table(report, f"{model} on mesh {shape}, {engine.slots} slots"))
 
 
-def _check_plot(path: Path) -> None:
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+@guarded
+def load(context: typer.Context) -> None:
+    """Decoding speed over the number of requests side by side: plain, fixed lengths, and every scheduler (load --help)."""
+    from dspark_jax.bench.load import main
+
+    raise SystemExit(main(context.args, "dspark-jax bench load"))
+
+
+def check_plot(path: Path) -> None:
     """Raises RequestError for a plot that could not be written, before anything runs."""
     try:
         from matplotlib.figure import Figure

@@ -29,6 +29,10 @@ def calibrate(
     seed: Annotated[int, typer.Option(help="Of the first request; it rises by 1 from one to the next.")] = 0,
     batch: Annotated[int, typer.Option(help="Requests decoded side by side.")] = 16,
     out: Annotated[Path | None, typer.Option(help="Write the temperatures to this file (JSON).")] = None,
+    recorded: Annotated[
+        Path | None, typer.Option(help="Write the recorded rounds, logits and accepted drafts, to this file (npz).")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the reliability before and after here.")] = None,
     mesh: MeshOption = None,
     emulate_devices: EmulateOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -41,6 +45,7 @@ def calibrate(
     from dspark_jax import record
     from dspark_jax.api import load
     from dspark_jax.cli_display import Display
+    from dspark_jax.decode.rounds_file import write_rounds
     from dspark_jax.decode.sampling import SamplingParams
     from dspark_jax.errors import raise_all
     from dspark_jax.evaluate import read_prompts
@@ -48,8 +53,14 @@ def calibrate(
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
     raise_all(RequestError, "sampling parameters", params.faults())
     chosen = read_prompts(prompts, kind)
-    if out is not None and not out.parent.is_dir():
-        raise RequestError(f"--out {str(out)!r}: there is no folder {str(out.parent)!r}; make it, or choose another path")
+    for option, path in (("--out", out), ("--recorded", recorded)):
+        if path is not None and not path.parent.is_dir():
+            where = str(path.parent)
+            raise RequestError(f"{option} {str(path)!r}: there is no folder {where!r}; make it, or choose another path")
+    if plot is not None:
+        from dspark_jax.cli_bench import check_plot
+
+        check_plot(plot)
     if requested():
         raise ConfigError("calibrate works in one process; run it without `dspark-jax launch`")
     shape, devices = chosen_mesh(mesh, emulate_devices)
@@ -62,9 +73,15 @@ def calibrate(
     display = Display()
     with display.waiting("decoding"):
         recording = record.record(lm, [p.prompt for p in chosen], params, samples=samples, batch=batch)
+        if recorded is not None:
+            write_rounds(recorded, recording.rounds)
         found = record.calibrate(lm, recording, prompts.name)
     if out is not None:
         found.calibration.write(out)
+    if plot is not None:
+        from dspark_jax.plots_schedule import plot_reliability
+
+        plot_reliability(found.before, found.after).savefig(plot)
     if as_json:
         settings = {"model": model, "prompts": len(chosen), "samples": samples, "max_tokens": max_tokens, "seed": seed}
         settings |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}

@@ -81,13 +81,13 @@ class Display:
         self.out.print(f"\nThe drafter {outcome} {gain:.2f} times as fast as plain decoding.{detail}")
 
     def verdict(
-        self, result: Completion, plain: Completion, temperature: float, decode: Callable[[Sequence[int]], str]
+        self, result: Completion, plain: Completion, comparable: bool, decode: Callable[[Sequence[int]], str]
     ) -> None:
-        """Whether plain decoding gives the same text, or where the two part."""
-        if temperature > 0:
+        """Whether plain decoding gives the same text, or where the two part; only texts that are `comparable` have to agree."""
+        if not comparable:
             self.out.print(
                 "Sampled texts with and without the drafter differ by design: their law is equal, not the sample."
-                " Compare texts at temperature 0."
+                " Compare texts at temperature 0, or with --verify coupled."
             )
         elif result.tokens == plain.tokens:
             self.out.print(f"Plain decoding's text is identical ({len(plain.tokens)} tokens).")

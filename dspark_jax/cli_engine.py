@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from dspark_jax.config import DraftConfig
 from dspark_jax.decode.sampling import SamplingParams
 from dspark_jax.decode.schedule_source import SchedulerOption
+from dspark_jax.decode.verify import REJECTION
 from dspark_jax.eplb.validation import PlacementSource
 from dspark_jax.parallel.mesh import EXPERT, PIPE
 from dspark_jax.parallel.stage import Ranges
@@ -24,7 +25,7 @@ class EngineRunner:
       model: a shipped model's name, or a checkpoint folder.
       mesh: from `make_mesh`.
       stages: the half-open range of target layers of every pipe rank; by default the engine's choice.
-      max_logprobs, placement, scheduler: as for `Engine`; plain decoding has no scheduler.
+      max_logprobs, placement, scheduler, verify: as for `Engine`; plain decoding has no scheduler.
     """
 
     def __init__(
@@ -35,9 +36,10 @@ class EngineRunner:
         max_logprobs: int | None = None,
         placement: PlacementSource | None = None,
         scheduler: SchedulerOption | None = None,
+        verify: str = REJECTION,
     ):
         self.model, self.mesh, self.stages, self.max_logprobs = model, mesh, stages, max_logprobs
-        self.placement, self.scheduler = placement, scheduler
+        self.placement, self.scheduler, self.verify = placement, scheduler, verify
         self._engines: dict[bool, Engine] = {}
         # Whether this process has to call `follow` where process 0 calls `compile` and `generate`.
         self.follows = spans_processes(mesh) and jax.process_index() > 0
@@ -48,7 +50,7 @@ class EngineRunner:
             self._engines[speculate] = Engine(
                 self.model, mesh=self.mesh, stages=self.stages, slots=slots, speculate=speculate,
                 max_logprobs=self.max_logprobs, placement=self.placement,
-                scheduler=self.scheduler if speculate else None,
+                scheduler=self.scheduler if speculate else None, verify=self.verify,
             )  # fmt: skip
         return self._engines[speculate]
 

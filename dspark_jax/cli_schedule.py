@@ -1,4 +1,4 @@
-"""`--scheduler`, `--profile`, `--temperatures` and `--unsigned`: how many drafts are verified."""
+"""`--scheduler`, `--profile`, `--temperatures` and `--unsigned`: how many drafts are verified; `--verify`: how."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +16,10 @@ SchedulerOption = Annotated[
     ),
 ]
 ProfileOption = Annotated[
-    Path | None, typer.Option("--profile", help="File of step times (JSON), for early-stop and stale-size.")
+    Path | None,
+    typer.Option(
+        "--profile", help="File of step times (JSON), for early-stop and stale-size; bench serve also takes: measure."
+    ),
 ]
 TemperaturesOption = Annotated[
     Path | None, typer.Option("--temperatures", help="File that `dspark-jax calibrate` has written (JSON).")
@@ -24,20 +27,33 @@ TemperaturesOption = Annotated[
 UnsignedOption = Annotated[
     bool, typer.Option("--unsigned", help="Accept files that do not say which model and mesh they belong to.")
 ]
+VerifyOption = Annotated[
+    str,
+    typer.Option("--verify", help="rejection, or coupled: a sampled text depends on prompt and seed only, for any drafter."),
+]
 
 
 def schedule_of(
-    scheduler: str | None, profile: Path | None, temperatures: Path | None, unsigned: bool, *, draft: bool = True
+    scheduler: str | None,
+    profile: Path | None,
+    temperatures: Path | None,
+    unsigned: bool,
+    *,
+    draft: bool = True,
+    measurable: bool = False,
 ) -> "ScheduleSource | None":
     """What the options ask for; None where they ask for nothing.
+
+    `measurable`: step times may be measured by the engine (`--profile measure`; a file of that name needs its folder's path).
 
     Raises ConfigError for what is wrong in itself, and where the drafter is left out (`draft` False).
     """
     if scheduler is None and profile is None and temperatures is None and not unsigned:
         return None
-    from dspark_jax.decode.schedule_source import schedule_source
+    from dspark_jax.decode.schedule_source import MEASURE, schedule_source
     from dspark_jax.errors import ConfigError
 
     if not draft:
         raise ConfigError("--no-draft leaves nothing to schedule: it cannot go with --scheduler and its files; remove one")
-    return schedule_source(scheduler, profile, temperatures, unsigned)
+    given = MEASURE if str(profile) == MEASURE else profile
+    return schedule_source(scheduler, given, temperatures, unsigned, measurable=measurable)

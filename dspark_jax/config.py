@@ -7,9 +7,11 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeGuard, get_args
 
+from dspark_jax.checkpoint.transformers import published_config
 from dspark_jax.errors import CheckpointError, ConfigError, raise_all
 
 HeadKind = Literal["markov", "gated", "rnn", "none"]
+ExpertWeights = Literal["dense", "fp4", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class TargetConfig:
 
     `compress_ratios[l]` gives layer l's attention: 0 = window only, 4 = compressed sparse with indexer (overlapping
     groups of four), any other = heavily compressed. `csa_ratio` is the ratio that means "compressed sparse".
+    `expert_weights`, which config.json does not hold, is how devices keep the routed experts, draft stages' included: as
+    numbers of the model's dtype, or as codes with their scales (`dspark_kernels.block_scaled`).
 
     Raises:
       ConfigError: listing every value of a wrong type or, with all types right, every contradiction.
@@ -67,6 +71,7 @@ class TargetConfig:
     bos_token_id: int = 0
     eos_token_id: int = 1
     rope: RopeConfig = field(default_factory=RopeConfig)
+    expert_weights: ExpertWeights = "dense"
 
     csa_ratio: ClassVar[int] = 4
 
@@ -224,6 +229,11 @@ def _contradictions(v: Mapping[str, Any]) -> Iterator[str]:
         )
     if v["num_hash_layers"] > layers:
         yield f"num_hash_layers is {v['num_hash_layers']}; expected 0 … num_hidden_layers = {layers}"
+    if v["expert_weights"] not in get_args(ExpertWeights):
+        yield f"expert_weights is {v['expert_weights']!r}; expected one of {', '.join(map(repr, get_args(ExpertWeights)))}"
+    for name in ("hidden_size", "moe_intermediate_size"):
+        if v["expert_weights"] == "fp4" and v[name] % 2:
+            yield f"{name} is {v[name]}; expected an even number for fp4 experts, which are stored in pairs"
     for name in ("bos_token_id", "eos_token_id"):
         if v[name] >= v["vocab_size"]:
             yield f"{name} is {v[name]}; expected a token id below vocab_size = {v['vocab_size']}"
@@ -274,6 +284,8 @@ def _rope_from_hf(config: Mapping[str, Any]) -> tuple[RopeConfig, list[str]]:
     kind = scaling.get("type", scaling.get("rope_type", "yarn"))
     if kind != "yarn":
         faults.append(f"rope_scaling.type is {kind!r}; only 'yarn' is supported for deepseek_v4")
+    if scaling.get("attention_factor") not in (None, 1):
+        faults.append(f"rope_scaling.attention_factor is {scaling['attention_factor']!r}; only 1 is supported for deepseek_v4")
     need = ("original_max_position_embeddings", "factor") if config.get("rope_scaling") else ()
     if missing := [key for key in need if key not in scaling]:
         faults.append(f"rope_scaling lacks {', '.join(missing)}; use the published config.json")
@@ -335,8 +347,8 @@ def to_hf(target: TargetConfig, draft: DraftConfig | None) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed config.json of a checkpoint folder."""
-    return read_json(folder / "config.json")
+    """The parsed config.json of a checkpoint folder, in the published form if transformers wrote it."""
+    return published_config(read_json(folder / "config.json"))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -63,7 +63,9 @@ def record(
     expert = lm.mesh.shape[EXPERT]
     slots = -(-min(batch, len(requests)) // expert) * expert
     need = min(max(len(r.prompt) + r.params.max_tokens for r in requests) + lm.gamma + 1, lm.max_len)
-    decoder = BatchDecoder(lm._graph, lm._params, lm.mesh, slots, need, chunk=lm.gamma + 1, rounds_per_call=1)
+    decoder = BatchDecoder(
+        lm._graph, lm._params, lm.mesh, slots, need, chunk=lm.gamma + 1, rounds_per_call=1, verify=lm.verify
+    )
     decoder.compile(lm._params, [])
     # The state is donated to the tick, so its confidences are copied out beside the next item.
     look = jax.jit(lambda r: (decode_item(r, lm.gamma), jnp.copy(r.confidence)), out_shardings=decoder._rows)

@@ -14,6 +14,7 @@ from dspark_jax.decode import noise
 from dspark_jax.decode.batch import BatchDecoder, prefill_items
 from dspark_jax.decode.sampling import SamplingParams, processed_logits
 from dspark_jax.decode.state import FINISH_REASONS, RUNNING, DecodeState, decode_item
+from dspark_jax.decode.verify import REJECTION
 from dspark_jax.errors import RequestError
 from dspark_jax.parallel.mesh import EXPERT, param_specs
 
@@ -100,10 +101,12 @@ def trace_rounds(
 ) -> list[RoundTrace]:
     """Decodes `prompt` round by round as `generate` does, at most `rounds` rounds, and keeps what each of them saw.
 
-    Raises RequestError as `generate` does, and for a model without a drafter.
+    Raises RequestError as `generate` does, and for a model without a drafter or with coupled verification.
     """
     if lm.draft_config is None:
         raise RequestError("the model has no drafter, so its rounds have nothing to show; choose one with mtp.* stages")
+    if lm.verify != REJECTION:
+        raise RequestError(f"a trace shows rejection sampling, and the model verifies {lm.verify}; load it without verify")
     requests = lm._reader.read([prompt], params, ignore_eos)
     slots, capacity = lm.mesh.shape[EXPERT], lm._decoder(requests, []).max_len
     decoder = BatchDecoder(lm._graph, lm._params, lm.mesh, slots, capacity, lm._chunk, rounds_per_call=1)

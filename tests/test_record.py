@@ -14,6 +14,7 @@ from dspark_jax import LM, RequestError, SamplingParams, cli
 from dspark_jax.config import DraftConfig
 from dspark_jax.decode.calibrate import Rounds
 from dspark_jax.decode.calibration_file import head_digest, read_calibration
+from dspark_jax.decode.rounds_file import read_rounds
 from dspark_jax.record import Recording, calibrate, record
 from dspark_jax.testing import DummyTokenizer, LookupDrafter, LookupTarget
 from dspark_jax.trace import trace_rounds
@@ -131,8 +132,8 @@ FULL = ("--max-tokens", "300", "--samples", "4", "--batch", "4")
 
 
 def test_json_and_file(run, tmp_path: Path, confident: LM):
-    out = tmp_path / "sts.json"
-    code, printed, err = run(*FULL, "--json", "--out", str(out))
+    out, recorded = tmp_path / "sts.json", tmp_path / "rounds.npz"
+    code, printed, err = run(*FULL, "--json", "--out", str(out), "--recorded", str(recorded))
     assert code == 0 and err == ""
     found = json.loads(printed)
     for key in ("ece_before", "ece_after", "ece_floor", "auc", "auc_before", "temperatures"):
@@ -144,16 +145,20 @@ def test_json_and_file(run, tmp_path: Path, confident: LM):
     written = read_calibration(out)
     written.check(GAMMA, head_digest(confident._params))
     assert list(written.temperatures) == found["temperatures"] and written.dataset == "letters.jsonl"
+    assert len(read_rounds(recorded)) == found["rounds"] + found["num_samples"]
 
 
-def test_the_table_says_how_many_rounds_there_were(run):
-    code, printed, _ = run(*FULL)
-    assert code == 0 and "Fitted on" in printed and "judged on" in printed
+def test_the_table_says_how_many_rounds_there_were(run, tmp_path):
+    code, printed, _ = run(*FULL, "--plot", str(tmp_path / "r.png"))
+    assert code == 0 and (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    assert "Fitted on" in printed and "judged on" in printed
     assert [line.split()[0] for line in printed.splitlines()[2:6]] == ["1", "2", "3", "mean"]
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (("--out", "/no/such/folder/sts.json"), "there is no folder '/no/such/folder'"),
+    (("--recorded", "/no/such/folder/r.npz"), "--recorded '/no/such/folder/r.npz': there is no folder"),
+    (("--plot", "r.doc"), "'r.doc' ends in '.doc'; expected one of"),
     (("--samples", "0"), "samples is 0; expected at least 1"),
     (("--temperature", "-1"), "temperature = -1.0"),
     (("--mesh", "2x1"), "calibrate works on one pipeline rank|mesh 2x1 takes 2"),

@@ -87,12 +87,12 @@ def _ring(setting: Setting, ranges: Ranges) -> Ring:
     """The ring's code for a mesh that need not exist here."""
     config, draft, dtype = setting.config, setting.draft, setting.dtype
     spec = PipelineSpec(config, draft, ranges, 1, jnp.dtype(dtype))
-    shapes = _stored(skeleton(config, draft, dtype=dtype, axis=EXPERT)[1], dtype)
+    shapes = stored(skeleton(config, draft, dtype=dtype, axis=EXPERT)[1], dtype)
     mesh: Any = AbstractMesh((len(ranges), 1), (PIPE, EXPERT))
     return Ring(spec, shapes, mesh, RingConfig(setting.requests, setting.context, chunk=1))
 
 
-def _stored(params: nnx.State, dtype: str) -> nnx.State:
+def stored(params: nnx.State, dtype: str) -> nnx.State:
     """Shapes with the types in which a loaded checkpoint has them."""
     types = {"weight": dtype, "fp32": "float32", "int": "int32"}
     old = dict(nnx.to_flat_state(params))

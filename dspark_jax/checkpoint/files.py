@@ -1,16 +1,17 @@
 """The safetensors files of a checkpoint folder: which there are, and what their headers say. No tensor is read here."""
 
-import contextlib
 import json
+import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from dspark_jax.checkpoint.transformers import Part, fused_name, is_transformers, published_name, published_parts
 from dspark_jax.config import read_json
 from dspark_jax.errors import CheckpointError, raise_all
 
@@ -21,16 +22,23 @@ LISTED = 10  # names of one kind of fault that are spelt out
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a header says of one tensor: its file's name, its dtype in safetensors' notation ("BF16"), its shape."""
+    """What a header says of one tensor: its file's name, its dtype in safetensors' notation ("BF16"), its shape.
+
+    `offset` is the first byte of an 8-bit float, which the safetensors package does not read into numpy. `stored` is the name
+    in the file where that is another one, and `part` the part of it.
+    """
 
     file: str
     dtype: str
     shape: tuple[int, ...]
+    offset: int | None = None
+    stored: str = ""
+    part: Part = ()
 
 
 @dataclass
 class TensorFiles:
-    """The open files of a checkpoint; a context manager that closes them.
+    """The files of a checkpoint, open for as long as this lives.
 
     Attributes:
       tensors: every tensor that a readable header lists.
@@ -43,15 +51,21 @@ class TensorFiles:
     lost: set[str] = field(default_factory=set)
     faults: list[str] = field(default_factory=list)
     _open: dict[str, safe_open] = field(default_factory=dict)
-    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
-    def __enter__(self) -> "TensorFiles":
-        return self
+    def is_lost(self, name: str) -> bool:
+        """Whether the index puts a tensor into a file that is missing or unreadable."""
+        return name in self.lost or fused_name(name) in self.lost
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
+    def rename(self) -> None:
+        """Published names in place of transformers'; two tensors of one name go to `faults`."""
+        found: dict[str, TensorInfo] = {}
+        for stored, info in self.tensors.items():
+            whole = [(published_name(stored), info.shape, ())]  # 8-bit floats are read whole
+            for name, shape, part in published_parts(stored, info.shape) if info.offset is None else whole:
+                if name in found:
+                    self.faults.append(f"{found[name].stored} and {stored} are both {name}; expected one")
+                found[name] = replace(info, shape=shape, stored=stored, part=part)
+        self.tensors, self.lost = found, {published_name(name) for name in self.lost}
 
     @property
     def names(self) -> set[str]:
@@ -59,15 +73,20 @@ class TensorFiles:
         return self.tensors.keys() | self.lost
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor, in the dtype of its file.
+        """One tensor, in the dtype of its file; 8-bit floats as bytes.
 
         Raises:
           CheckpointError: the bytes cannot be read.
         """
-        file = self.tensors[name].file
+        info = self.tensors[name]
+        file = info.file
         try:
-            return self._open[file].get_tensor(name)
-        except (SafetensorError, OSError) as error:
+            if info.offset is not None:
+                count = math.prod(info.shape)
+                return np.fromfile(self.folder / file, np.uint8, count, offset=info.offset).reshape(info.shape)
+            stored = info.stored or name
+            return self._open[file].get_slice(stored)[info.part] if info.part else self._open[file].get_tensor(stored)
+        except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{self.folder}: {file}: {name} cannot be read ({error})") from error
 
     def add(self, file: str) -> None:
@@ -77,10 +96,11 @@ class TensorFiles:
             self.faults.append(f"{file} is missing; download it again")
             return
         try:
-            handle = self._stack.enter_context(safe_open(path, framework="numpy"))
+            handle = safe_open(path, framework="numpy")
             names = list(handle.keys())
             found = {name: handle.get_slice(name) for name in names}
-            infos = {n: TensorInfo(file, s.get_dtype(), tuple(s.get_shape())) for n, s in found.items()}
+            start, header = _header(path)
+            infos = {n: _info(file, s.get_dtype(), tuple(s.get_shape()), start, header[n]) for n, s in found.items()}
         except (SafetensorError, OSError, ValueError) as error:
             self.faults.append(f"{file} cannot be read ({_diagnosis(path) or error}); download it again")
             return
@@ -93,10 +113,19 @@ class TensorFiles:
 def open_files(folder: Path) -> TensorFiles:
     """Opens `model.safetensors`, or every file that `model.safetensors.index.json` names, and reads the headers.
 
+    Names as transformers has them become the published ones.
+
     Raises:
       CheckpointError: neither is there, both are, or the index is no index. Faults of single files do not raise; they
         are listed in the result.
     """
+    files = _opened(folder)
+    if is_transformers(files.names):
+        files.rename()
+    return files
+
+
+def _opened(folder: Path) -> TensorFiles:
     single, index = (folder / SINGLE).is_file(), (folder / INDEX).is_file()
     if single and index:
         raise CheckpointError(f"{folder}: holds both {SINGLE} and {INDEX}; keep the one that belongs to the weights")
@@ -143,16 +172,26 @@ def _plain(name: object) -> bool:
     return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
 
 
+def _header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where a safetensors file's data begin, and its header."""
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        return 8 + length, json.loads(stream.read(length))
+
+
+def _info(file: str, dtype: str, shape: tuple[int, ...], start: int, entry: dict[str, Any]) -> TensorInfo:
+    return TensorInfo(file, dtype, shape, start + entry["data_offsets"][0] if dtype.startswith("F8_") else None)
+
+
 def _diagnosis(path: Path) -> str | None:
     """Why a safetensors file is unreadable where its length tells; None where it does not."""
     size = path.stat().st_size
     try:
         with path.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or size < 8 + length:
+            if size < 8 or size < 8 + int.from_bytes(stream.read(8), "little"):
                 return f"truncated: {size} bytes, too short for its header"
-            header = json.loads(stream.read(length))
-        end = 8 + length + max(v["data_offsets"][1] for k, v in header.items() if k != "__metadata__")
+        start, header = _header(path)
+        end = start + max(v["data_offsets"][1] for k, v in header.items() if k != "__metadata__")
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
     return f"truncated: {size} bytes, but its header describes {end}" if size < end else None

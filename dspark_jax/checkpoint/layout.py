@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.typing import PathParts
@@ -17,6 +18,7 @@ Path = PathParts
 _STRAIGHT = {"embed", "markov_w1", "norm", "q_norm", "kv_norm", "attn_norm", "ffn_norm", "main_norm"}
 _HYPER = {"hc_attn", "hc_ffn", "hc_head"}
 _FP32 = {"fn", "base", "scale", "ape", "attn_sink", "bias"}
+_CODES = {np.dtype(np.uint8): "fp4", np.dtype(jnp.float8_e4m3fn): "fp8"}
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class Entry:
       shape: the shape each of them has in the file.
       load: file arrays -> module array.
       save: module array -> file arrays.
-      dtype: "fp32", "int", or "weight" (bf16 in published files).
+      dtype: "fp32", "int", "weight" (a number of the model's dtype), or what is kept as in the file: "fp4" and "fp8"
+        codes, and their "scale".
     """
 
     path: Path
@@ -49,15 +52,18 @@ def skeleton(
 
 def entries(params: nnx.State) -> list[Entry]:
     """The correspondence for every parameter of a `SpeculativeLM` (shapes suffice)."""
-    return [_entry(path, tuple(variable.get_value().shape)) for path, variable in nnx.to_flat_state(params)]
+    values = ((path, variable.get_value()) for path, variable in nnx.to_flat_state(params))
+    return [_entry(path, tuple(value.shape), value.dtype) for path, value in values]
 
 
-def _entry(path: Path, shape: tuple[int, ...]) -> Entry:
+def _entry(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> Entry:
     names = [str(p) for p in path[1:]]  # without "target" or "draft"
     leaf = names[-1]
     kind = "int" if leaf == "tid2eid" else "fp32" if leaf in _FP32 else "weight"
     if len(names) > 1 and names[-2] == "experts":
-        keys = tuple(".".join([*names[:-1], str(e), leaf, "weight"]) for e in range(shape[0]))
+        matrix, _, scale = leaf.partition("_")
+        kind = scale or _CODES.get(np.dtype(dtype), kind)
+        keys = tuple(".".join([*names[:-1], str(e), matrix, scale or "weight"]) for e in range(shape[0]))
         return Entry(path, keys, shape[:0:-1], lambda a: np.stack([x.T for x in a]), lambda w: [x.T for x in w], kind)
     if leaf == "wo_a":
         groups, inputs, rank = shape

@@ -1,9 +1,10 @@
-"""Loading a published checkpoint: faults are found in the headers, then one parameter at a time is placed."""
+"""Loading a published checkpoint: faults are found in the headers, then one parameter at a time is read and placed."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +13,18 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from dspark_jax.checkpoint import layout
-from dspark_jax.checkpoint.files import TensorFiles, TensorInfo, listed, natural, open_files, stage_numbers
+from dspark_jax.checkpoint.files import TensorFiles, TensorInfo, open_files, stage_numbers
+from dspark_jax.checkpoint.headers import expert_format, header_faults
+from dspark_jax.checkpoint.quantised import config_faults
+from dspark_jax.checkpoint.values import Deferred, Values
 from dspark_jax.config import DraftConfig, TargetConfig, draft_from_hf, read_config, target_from_hf
 from dspark_jax.errors import CheckpointError, ConfigError, raise_all
 
-_ACCEPTED = {"weight": ("BF16", "F16", "F32"), "fp32": ("BF16", "F16", "F32"), "int": ("I64", "I32")}
 # With a fault in the headers, values are still checked where that takes a second, so that one run shows everything.
 _SCAN_BYTES = 2**31
 
 Place = Callable[[layout.Path, np.ndarray], jax.Array]
+Weights = Literal["dequantised", "quantised"]
 
 
 class CheckpointNotice(UserWarning):
@@ -37,9 +41,17 @@ class LoadedCheckpoint(NamedTuple):
 
 
 def read_checkpoint(
-    folder: Path, *, dtype: jax.typing.DTypeLike = jnp.bfloat16, axis: str | None = "expert", place: Place | None = None
+    folder: Path,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    axis: str | None = "expert",
+    place: Place | None = None,
+    weights: Weights = "dequantised",
 ) -> LoadedCheckpoint:
-    """Loads config.json and the safetensors files of `folder` (DeepSeek-V4's key names, unquantised).
+    """Loads config.json and the safetensors files of `folder`, see docs/checkpoints.md.
+
+    One parameter after the other is read and placed, so the host never holds more than one (of experts: one of the three
+    matrices of one layer's experts) besides what `place` keeps.
 
     Args:
       folder: holds config.json and model.safetensors, or model.safetensors.index.json and the files it names.
@@ -47,35 +59,71 @@ def read_checkpoint(
         (hyper-connections, sinks, biases, position embeddings) stays fp32, hash tables become int32.
       axis: mesh axis that experts are split over, see `SpeculativeLM`.
       place: puts a host array on devices, given the parameter's path; by default on the default device.
+      weights: what becomes of fp8 and fp4 weights. "dequantised": numbers of `dtype`, the same in float32 and bfloat16 as the
+        codes stand for. "quantised": the routed experts stay codes with scales, everything else is dequantised; the
+        configuration's `expert_weights` then says which.
 
     The stages of the drafter are counted in the weights. `mtp.*` tensors without `dspark_block_size` in config.json are
     left out with one `CheckpointNotice`.
 
     Raises:
-      ConfigError: config.json is impossible in itself, or `dtype` is none of the three.
+      ConfigError: config.json is impossible in itself, or `dtype` or `weights` is none of the above.
       CheckpointError: a file is missing or damaged, or the weights contradict config.json: all faults in one message.
+    """
+    opened = open_checkpoint(folder, dtype=dtype, axis=axis, weights=weights)
+    put = place or _on_default_device
+    flat = {path: variable.get_value() for path, variable in nnx.to_flat_state(opened.params)}
+    placed: dict[layout.Path, jax.Array] = {}
+    try:
+        for path, deferred in flat.items():
+            placed[path] = put(path, np.asarray(deferred))
+    except CheckpointError:
+        placed.clear()
+        raise
+    nnx.replace_by_pure_dict(opened.params, nnx.traversals.unflatten_mapping(placed))
+    return opened
+
+
+def open_checkpoint(
+    folder: Path, *, dtype: jax.typing.DTypeLike, axis: str | None = "expert", weights: Weights = "dequantised"
+) -> LoadedCheckpoint:
+    """`read_checkpoint` up to the weights themselves: every parameter is a `Deferred`, read when `np.asarray` asks for it.
+
+    Arguments and errors as for `read_checkpoint`; values are checked when they are read, and the first impossible one raises
+    CheckpointError that names all there are.
     """
     dtype = jnp.dtype(dtype)
     if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ConfigError(f"dtype is {dtype.name}; expected float32, bfloat16 or float16")
+    if weights not in get_args(Weights):
+        raise ConfigError(f"weights is {weights!r}; expected {' or '.join(map(repr, get_args(Weights)))}")
     folder = Path(folder)
     hf = read_config(folder)
     source = str(folder / "config.json")
     config = target_from_hf(hf, source)
-    with open_files(folder) as files:
-        faults = list(files.faults)
-        draft, stage_faults = _draft(hf, config, files, source)
-        faults += stage_faults
-        if not files.names:
-            raise_all(CheckpointError, str(folder), faults or ["the weight files hold no tensors"])
-        graph, params = layout.skeleton(config, draft, dtype=dtype, axis=axis)
-        entries = layout.entries(params)
-        faults += _header_faults(entries, files, check_stages=draft is not None)
-        if faults and sum(_bytes(info) for info in files.tensors.values()) > _SCAN_BYTES:
-            raise_all(CheckpointError, str(folder), faults)
-        arrays = _stream(entries, files, config, dtype, place or _on_default_device, faults)
+    files = open_files(folder)
+    faults = [*files.faults, *config_faults(hf)]
+    draft, stage_faults = _draft(hf, config, files, source)
+    faults += stage_faults
+    if not files.names:
+        raise_all(CheckpointError, str(folder), faults or ["the weight files hold no tensors"])
+    graph, params = layout.skeleton(config, draft, dtype=dtype, axis=axis)
+    if weights == "quantised":
+        kind, unlike = expert_format(files, layout.entries(params))
+        faults += unlike
+        if kind is not None:
+            config = replace(config, expert_weights=kind)
+            graph, params = layout.skeleton(config, draft, dtype=dtype, axis=axis)
+    entries = layout.entries(params)
+    faults += header_faults(entries, files, check_stages=draft is not None)
+    values = Values(files, entries, config, dtype)
+    if faults:
+        if sum(_bytes(info) for info in files.tensors.values()) <= _SCAN_BYTES:
+            faults += values.faults()
         raise_all(CheckpointError, str(folder), faults)
-    nnx.replace_by_pure_dict(params, nnx.traversals.unflatten_mapping(arrays))
+    shapes = {path: variable.get_value().shape for path, variable in nnx.to_flat_state(params)}
+    deferred = {entry.path: Deferred(values, entry, shapes[entry.path]) for entry in entries}
+    nnx.replace_by_pure_dict(params, nnx.traversals.unflatten_mapping(deferred))
     return LoadedCheckpoint(config, draft, graph, params)
 
 
@@ -132,130 +180,10 @@ def _draft(
     return (None, faults) if faults else (draft, [])
 
 
-def _header_faults(entries: list[layout.Entry], files: TensorFiles, *, check_stages: bool) -> list[str]:
-    """What the headers contradict: missing, unexpected and quantised tensors, dtypes and shapes."""
-    expected = {key: entry for entry in entries for key in entry.keys}
-    missing: list[str] = []
-    shapes: list[str] = []
-    dtypes: list[str] = []
-    quantised: dict[str, str] = {}  # name -> dtype
-    for name in natural(expected):
-        info, entry = files.tensors.get(name), expected[name]
-        if info is None:
-            if name not in files.lost:
-                missing.append(name)
-        elif _quantised(info.dtype, entry.dtype):
-            quantised[name] = info.dtype
-        else:
-            accepted = _ACCEPTED[entry.dtype]
-            if info.dtype not in accepted:
-                dtypes.append(f"{name} has dtype {info.dtype}; expected {', '.join(accepted[:-1])} or {accepted[-1]}")
-            if info.shape != entry.shape:
-                shapes.append(
-                    f"{name} has shape {list(info.shape)}; expected {list(entry.shape)} by config.json,"
-                    " which belongs to other weights"
-                )
-    extra = [
-        n
-        for n in natural(files.tensors.keys() - expected.keys())
-        if (check_stages or not n.startswith("mtp.")) and f"{n.removesuffix('.scale')}.weight" not in quantised
-    ]
-    hint = ""
-    if any(n.startswith("model.") for n in extra):
-        hint = "; names as in transformers ('model.…') are not supported, use the published file"
-    return [
-        *listed(f"{name} is missing" for name in missing),
-        *listed(f"{name} is unexpected: config.json has no place for it{hint}" for name in extra),
-        *listed(shapes),
-        *listed(dtypes),
-        *listed(
-            f"{name} has dtype {dtype}: quantised weights are not supported yet; convert the checkpoint to bfloat16"
-            for name, dtype in quantised.items()
-        ),
-    ]
-
-
-def _quantised(dtype: str, kind: str) -> bool:
-    return kind != "int" and (dtype in ("I8", "U8", "F4") or dtype.startswith(("F8_", "F6_")))
-
-
 def _bytes(info: TensorInfo) -> int:
     digits = "".join(filter(str.isdecimal, info.dtype.split("_")[0]))
     return int(np.prod(info.shape, dtype=np.float64)) * int(digits or 8) // 8
 
 
-def _stream(
-    entries: list[layout.Entry],
-    files: TensorFiles,
-    config: TargetConfig,
-    dtype: np.dtype,
-    place: Place,
-    faults: list[str],
-) -> dict[layout.Path, jax.Array]:
-    """Reads, checks, converts and places one parameter after another; from the first fault on it only checks.
-
-    Faults of values are appended to `faults`.
-    """
-    placed: dict[layout.Path, jax.Array] = {}
-    tables: list[str] = []
-    values: list[str] = []
-    for entry in entries:
-        readable = [key for key in entry.keys if _sound(key, entry, files)]
-        tensors = [files.read(key) for key in readable]
-        for key, tensor in zip(readable, tensors, strict=True):
-            if entry.dtype == "int":
-                tables += _table_faults(key, tensor, config)
-            else:
-                values += _finite_faults(key, tensor)
-        if faults or tables or values:
-            placed.clear()
-            continue
-        value = _cast(entry.load(tensors), entry.dtype, dtype)
-        if entry.dtype == "weight" and not np.isfinite(value).all():
-            values.append(f"{entry.keys[0]} exceeds the range of {dtype.name}; load it as float32")
-            continue
-        placed[entry.path] = place(entry.path, value)
-    faults += [*listed(tables), *listed(values)]
-    return placed
-
-
-def _sound(key: str, entry: layout.Entry, files: TensorFiles) -> bool:
-    info = files.tensors.get(key)
-    return info is not None and info.shape == entry.shape and info.dtype in _ACCEPTED[entry.dtype]
-
-
-def _cast(value: np.ndarray, kind: str, dtype: np.dtype) -> np.ndarray:
-    with np.errstate(over="ignore"):  # found afterwards, with the tensor's name
-        return value.astype(
-            {"fp32": np.dtype(np.float32), "int": np.dtype(np.int32), "weight": dtype}[kind], copy=False
-        )
-
-
 def _on_default_device(_: layout.Path, value: np.ndarray) -> jax.Array:
     return jnp.array(value)
-
-
-def _finite_faults(key: str, tensor: np.ndarray) -> Iterator[str]:
-    finite = np.isfinite(tensor)
-    if not finite.all():
-        where = [int(i) for i in np.argwhere(~finite)[0]]
-        yield f"{key} holds {tensor.size - int(finite.sum())} NaN or infinite values, the first at {where}"
-
-
-def _table_faults(key: str, table: np.ndarray, config: TargetConfig) -> Iterator[str]:
-    """A hash table's row lists the experts of one token: ids of experts, each once."""
-    outside = (table < 0) | (table >= config.n_routed_experts)
-    if outside.any():
-        row, column = np.argwhere(outside)[0]
-        yield (
-            f"{key} holds expert {table[row, column]} at {[int(row), int(column)]};"
-            f" expected ids in [0, n_routed_experts = {config.n_routed_experts}) ({int(outside.sum())} such entries)"
-        )
-    ordered = np.sort(table, axis=1)
-    repeated = (ordered[:, 1:] == ordered[:, :-1]).any(axis=1)
-    if repeated.any():
-        row = int(np.argmax(repeated))
-        yield (
-            f"{key} names an expert twice in row {row} ({table[row].tolist()});"
-            f" expected distinct experts for a token ({int(repeated.sum())} such rows)"
-        )

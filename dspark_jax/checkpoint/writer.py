@@ -14,10 +14,12 @@ from safetensors.numpy import save_file
 
 from dspark_jax.checkpoint import layout
 from dspark_jax.checkpoint.files import INDEX, SINGLE, listed
+from dspark_jax.checkpoint.quantised import config_of
 from dspark_jax.config import DraftConfig, TargetConfig, to_hf
 from dspark_jax.errors import CheckpointError, raise_all
 
 _DTYPES = {"bfloat16": np.dtype(jnp.bfloat16), "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
+_CODES = {"fp4": np.dtype(np.int8), "fp8": np.dtype(jnp.float8_e4m3fn), "scale": np.dtype(jnp.float8_e8m0fnu)}
 _STALE = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 Shard = list[tuple[layout.Entry, list[str]]]
@@ -40,7 +42,7 @@ def write_checkpoint(
       draft: the drafter's, None for a target alone.
       params: parameters of the `SpeculativeLM` of these configurations.
       dtype: "bfloat16", "float16" or "float32", for weights. Data that the architecture keeps in fp32 are stored as
-        F32, hash tables as I64.
+        F32, hash tables as I64, quantised experts as they are.
       max_shard_bytes: a larger model is split into files of at most this size (a larger tensor has a file of its own).
 
     Raises:
@@ -73,7 +75,8 @@ def write_checkpoint(
         where = {key: name for name, shard in zip(names, shards, strict=True) for _, keys in shard for key in keys}
         total = sum(_size(e, to) * len(e.keys) for e in entries)
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-    _write_json(folder / "config.json", {**to_hf(config, draft), "torch_dtype": dtype})
+    quantisation = {} if config.expert_weights == "dense" else config_of(config.expert_weights)
+    _write_json(folder / "config.json", {**to_hf(config, draft), **quantisation, "torch_dtype": dtype})
 
 
 def _tensors(shard: Shard, values: dict[layout.Path, Any], dtype: np.dtype, subject: str) -> dict[str, np.ndarray]:
@@ -120,12 +123,15 @@ def _shards(entries: list[layout.Entry], dtype: np.dtype, limit: int) -> Iterato
 
 
 def _stored(value: np.ndarray, entry: layout.Entry, dtype: np.dtype) -> np.ndarray:
+    if entry.dtype in _CODES:
+        return value.view(_CODES[entry.dtype])
     with np.errstate(over="ignore"):  # found afterwards, with the tensor's name
         return value.astype(_file_dtype(entry, dtype), copy=False)
 
 
 def _file_dtype(entry: layout.Entry, dtype: np.dtype) -> np.dtype:
-    return {"fp32": np.dtype(np.float32), "int": np.dtype(np.int64), "weight": dtype}[entry.dtype]
+    fixed = {"fp32": np.dtype(np.float32), "int": np.dtype(np.int64), **_CODES}
+    return fixed.get(entry.dtype, dtype)
 
 
 def _size(entry: layout.Entry, dtype: np.dtype) -> int:

@@ -18,6 +18,7 @@ from dspark_jax.decode.program import DecodeProgram
 from dspark_jax.decode.sampling import SamplingParams, SamplingState
 from dspark_jax.decode.schedule import Schedule
 from dspark_jax.decode.state import FINISH_REASONS, RUNNING, DecodeState, Emission, WorkItem
+from dspark_jax.decode.verify import REJECTION
 from dspark_jax.parallel.mesh import EXPERT
 
 MAX_STOPS = 8
@@ -84,6 +85,7 @@ class BatchDecoder:
       rounds_per_call: decoding rounds of one call; more hide the host's work, and run up to that many rounds too many.
       logprobs: the most alternatives a request may ask for; None if none asks for log-probabilities.
       schedule: how many drafts are verified; None verifies whole blocks.
+      verify: how: REJECTION or COUPLED (`decode.verify`).
     """
 
     def __init__(
@@ -97,8 +99,9 @@ class BatchDecoder:
         rounds_per_call: int,
         logprobs: int | None = None,
         schedule: Schedule | None = None,
+        verify: str = REJECTION,
     ):
-        self.program = DecodeProgram(graph, params, mesh, slots, max_len, logprobs, schedule)
+        self.program = DecodeProgram(graph, params, mesh, slots, max_len, logprobs, schedule, verify)
         self.slots, self.max_len, self.chunk, self.rounds_per_call = slots, max_len, chunk, rounds_per_call
         self._rows = NamedSharding(mesh, PartitionSpec(EXPERT))
         self._compiled: dict[str, Any] = {}

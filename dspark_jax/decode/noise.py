@@ -2,9 +2,11 @@
 
 Nothing depends on the batch: not on its size, its order, or its other rows. A purpose of its own for every use keeps
 the streams apart; sharing noise between the draft and the residual draw would bias the output (the residual would
-favour again what the draft favoured).
+favour again what the draft favoured). Coupled verification has no residual, and shares noise on purpose: a stream of
+its own, from which draft and target both choose the token at a position.
 """
 
+from collections.abc import Callable
 from typing import Final
 
 import jax
@@ -15,6 +17,10 @@ ACCEPT: Final = 1
 RESIDUAL: Final = 2
 BONUS: Final = 3
 DRAFT: Final = 4
+COUPLED: Final = 5
+
+# (seed [R], anchor position [R], index in the block, vocabulary) -> Gumbel noise [R, V] of one draft of every row.
+DraftNoise = Callable[[Array, Array, int | Array, int], Array]
 
 
 def _keys(seed: UInt32[Array, "*n"], purpose: int | Int[Array, "*n"]) -> Array:
@@ -64,3 +70,10 @@ def draft_gumbel(
     """Gumbel noise for draft `index` (0-based) of the block whose anchor is at `anchor_position`."""
     keys = _fold(_keys(seed, DRAFT), anchor_position)
     return _gumbel(_fold(keys, jnp.broadcast_to(jnp.asarray(index), anchor_position.shape)), vocab)
+
+
+def coupled_gumbel(
+    seed: UInt32[Array, "R"], anchor_position: Int[Array, "R"], index: int | Array, vocab: int
+) -> Float[Array, "R V"]:
+    """Gumbel noise for the token at absolute position `anchor_position + 1 + index`, for draft and target alike."""
+    return gumbel(seed, anchor_position + 1 + index, COUPLED, vocab)

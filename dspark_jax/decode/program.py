@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dspark_jax.decode import round as decode_round
 from dspark_jax.decode.schedule import Schedule
 from dspark_jax.decode.state import DecodeState, Emission, WorkItem
+from dspark_jax.decode.verify import REJECTION
 from dspark_jax.errors import ConfigError
 from dspark_jax.parallel.mesh import EXPERT, PIPE, param_specs
 
@@ -24,6 +25,7 @@ class DecodeProgram:
       max_len: the most positions of a request, prompt included.
       logprobs: alternatives a token in the emissions' log-probabilities; None leaves those out of the programs.
       schedule: how many drafts are verified; None verifies whole blocks.
+      verify: how: REJECTION or COUPLED (`decode.verify`).
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class DecodeProgram:
         max_len: int,
         logprobs: int | None = None,
         schedule: Schedule | None = None,
+        verify: str = REJECTION,
     ):
         if mesh.shape[PIPE] != 1:
             raise ConfigError(
@@ -43,7 +46,7 @@ class DecodeProgram:
         if slots % mesh.shape[EXPERT]:
             raise ConfigError(f"slots is {slots}; expected a multiple of the expert axis, {mesh.shape[EXPERT]}")
         self.graph, self.mesh, self.slots, self.max_len = graph, mesh, slots, max_len
-        self.logprobs, self.schedule = logprobs, schedule
+        self.logprobs, self.schedule, self.verify = logprobs, schedule, verify
         self._specs = param_specs(params)
 
     def _model(self, params: nnx.State):
@@ -71,7 +74,7 @@ class DecodeProgram:
 
         def run(params: nnx.State, state: DecodeState, item: WorkItem) -> tuple[DecodeState, Emission]:
             model = self._model(params)
-            return decode_round.tick(*model, state, item, self.max_len, self.logprobs, self.schedule, EXPERT)
+            return decode_round.tick(*model, state, item, self.max_len, self.logprobs, self.schedule, EXPERT, self.verify)
 
         rows = PartitionSpec(EXPERT)
         return self._shard(run, (self._specs, rows, rows), (rows, rows), donate=1)
@@ -90,7 +93,7 @@ class DecodeProgram:
             def run(params: nnx.State, state: DecodeState) -> tuple[DecodeState, Emission]:
                 target, drafter = self._model(params)
                 drafter = drafter if speculate else None
-                settings = (self.max_len, count, self.logprobs, self.schedule, EXPERT)
+                settings = (self.max_len, count, self.logprobs, self.schedule, EXPERT, self.verify)
                 return decode_round.rounds(target, drafter, state, *settings)
 
             rows, stacked = PartitionSpec(EXPERT), PartitionSpec(None, EXPERT)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from flax import struct
 from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int
 
+from dspark_jax.decode.noise import DraftNoise, draft_gumbel
 from dspark_jax.decode.rows import Rows
 from dspark_jax.decode.sampling import SamplingState
 
@@ -73,9 +74,11 @@ class Drafter(Protocol):
         active: Bool[Array, "R"],
         sampling: SamplingState,
         cache: Cache,
+        draft_noise: DraftNoise = draft_gumbel,
     ) -> Proposal:
         """Drafts `block_size` tokens behind `anchor`, which stands at absolute `position` and was not yet processed.
 
+        Draft j is the argmax of its logits plus `draft_noise(sampling.seed, position, j, vocab)`.
         Slots that are not `active` get any finite proposal and influence no other slot.
         """
         ...

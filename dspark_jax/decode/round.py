@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dspark_jax.decode import noise
 from dspark_jax.decode.logprobs import committed_logprobs
 from dspark_jax.decode.protocols import Drafter, Head, Target
 from dspark_jax.decode.rows import Rows, mask_rows
@@ -25,7 +26,7 @@ from dspark_jax.decode.state import (
     WorkItem,
     decode_item,
 )
-from dspark_jax.decode.verify import speculative_sample
+from dspark_jax.decode.verify import COUPLED, REJECTION, coupled_sample, speculative_sample
 from dspark_jax.models.cache import zero_where
 
 
@@ -74,18 +75,19 @@ def tick(
     logprobs: int | None = None,
     schedule: Schedule | None = None,
     axis: str | None = None,
+    verify: str = REJECTION,
 ) -> tuple[DecodeState, Emission]:
     """Runs one work item. Without a drafter it is plain decoding through the same code.
 
     `logprobs` is the number of alternatives of `Emission.logprobs`; None leaves them out of the program. `schedule`
     decides how many of the new drafts the next tick verifies (None: all of them), with the slots split over the mesh
-    axis `axis`.
+    axis `axis`. `verify` is REJECTION or COUPLED (`decode.verify`).
     """
     rows = item.rows()
     with jax.named_scope("target"):
         hidden, context, target_cache = target.forward(rows, state.target_cache)
     requests, draft_cache, emission = advance(
-        target, drafter, state.requests, state.draft_cache, item, rows, hidden, context, max_len, logprobs
+        target, drafter, state.requests, state.draft_cache, item, rows, hidden, context, max_len, logprobs, verify
     )
     stale: Any = state.stale
     if schedule and drafter:
@@ -105,6 +107,7 @@ def advance(
     context: Float[Array, "B dc"],
     max_len: int,
     logprobs: int | None = None,
+    verify: str = REJECTION,
 ) -> tuple[Requests, Any, Emission]:
     """What follows the target's layers: verify, commit, write the context, draft. Slot r owns lane r of `draft_cache`.
 
@@ -122,14 +125,11 @@ def advance(
             logits = target.logits(zero_where(chosen, jnp.broadcast_to(~item.final[:, None], chosen.shape[:2])))
         else:
             logits = rows.to_lanes(target.logits(chosen))
-        verdict = speculative_sample(
-            logits,
-            requests.draft_logits[:, :gamma],
-            requests.drafts[:, :gamma],
-            item.verify,
-            requests.sampling,
-            position,
-        )
+        drafts, draft_logits = requests.drafts[:, :gamma], requests.draft_logits[:, :gamma]
+        if verify == COUPLED:
+            verdict = coupled_sample(logits, drafts, item.verify, requests.sampling, position)
+        else:
+            verdict = speculative_sample(logits, draft_logits, drafts, item.verify, requests.sampling, position)
 
     tokens, count, reason = _commit(requests, verdict.accepted, verdict.token, position, item.final, gamma, max_len)
     alive = item.final & (reason == RUNNING)
@@ -151,7 +151,8 @@ def advance(
             draft_cache = drafter.write_context(
                 context, rows, rows.from_lanes(jnp.arange(rows.width) < keep[:, None]) & rows.valid, draft_cache
             )
-            proposal = drafter.propose(anchor, length, alive, requests.sampling, draft_cache)
+            draft_noise = noise.coupled_gumbel if verify == COUPLED else noise.draft_gumbel
+            proposal = drafter.propose(anchor, length, alive, requests.sampling, draft_cache, draft_noise)
         fresh = alive[:, None]
         requests = dataclasses.replace(
             requests,
@@ -187,12 +188,14 @@ def rounds(
     logprobs: int | None = None,
     schedule: Schedule | None = None,
     axis: str | None = None,
+    verify: str = REJECTION,
 ) -> tuple[DecodeState, Emission]:
     """`count` decoding rounds in one loop; the emissions are stacked on a new leading axis. Arguments as for `tick`."""
     gamma = drafter.block_size if drafter else 0
 
     def step(state: DecodeState, _: None) -> tuple[DecodeState, Emission]:
-        return tick(target, drafter, state, decode_item(state.requests, gamma), max_len, logprobs, schedule, axis)
+        item = decode_item(state.requests, gamma)
+        return tick(target, drafter, state, item, max_len, logprobs, schedule, axis, verify)
 
     return jax.lax.scan(step, state, None, length=count)
 

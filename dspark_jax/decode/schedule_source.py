@@ -5,7 +5,7 @@ before anything is placed on a device. Nothing that is wrong, foreign or cut off
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ from jax.sharding import Mesh
 from dspark_jax.config import DraftConfig, TargetConfig
 from dspark_jax.decode.calibration_file import Calibration, head_digest, read_calibration
 from dspark_jax.decode.profile_table import Fingerprint, ProfileTable, read_profile
-from dspark_jax.decode.schedule import EarlyStop, FixedLength, Schedule, Scheduler, StaleSize, Threshold
+from dspark_jax.decode.schedule import EarlyStop, FixedLength, Ordered, Schedule, Scheduler, StaleSize, Threshold
 from dspark_jax.eplb.placement import Placement
 from dspark_jax.errors import ConfigError, raise_all
 from dspark_jax.parallel.mesh import EXPERT, PIPE
 
 FORMS = "fixed:LENGTH, threshold:CONFIDENCE, early-stop, stale-size or stale-size:LAG"
 _WEIGHING = ("early-stop", "stale-size")  # these need step times
+MEASURE = "measure"  # in place of a file of step times
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class ScheduleSource:
       table: step times.
       calibration: temperatures.
       unsigned: files that do not say what they belong to are accepted.
+      measure: step times are to be measured before the schedule is used; `measured` then has them.
       sources: where table and calibration came from, for messages.
     """
 
@@ -45,6 +47,7 @@ class ScheduleSource:
     table: ProfileTable | None = None
     calibration: Calibration | None = None
     unsigned: bool = False
+    measure: bool = False
     sources: tuple[str, str] = ("step times", "temperatures")
 
     def check(self, draft: DraftConfig | None, fingerprint: Fingerprint, params: nnx.State) -> None:
@@ -82,11 +85,13 @@ class ScheduleSource:
             yield f"the Schedule has {len(temperatures)} temperatures; expected {gamma}, one a draft position"
 
     def schedule(self, slots: int, gamma: int) -> Schedule:
-        """For `slots` requests on each expert rank.
+        """For `slots` requests on each expert rank; while step times are still to be measured, one for measuring.
 
         Raises:
           ConfigError: the step times end before the requests' anchors do.
         """
+        if self.measure:
+            return Ordered()
         end = slots if self.table is None or self.table.max_rows is None else self.table.max_rows
         if end < slots:
             raise ConfigError(
@@ -110,6 +115,10 @@ class ScheduleSource:
             return EarlyStop(cost)
         return StaleSize(cost) if self.setting is None else StaleSize(cost, int(self.setting))
 
+    def measured(self, table: ProfileTable) -> "ScheduleSource":
+        """With the step times that were to be measured."""
+        return replace(self, table=table, measure=False)
+
     @property
     def buckets(self) -> tuple[int, ...] | None:
         """The row counts that were measured; None where no table names them."""
@@ -119,6 +128,9 @@ class ScheduleSource:
 
 
 SchedulerOption = str | Schedule | ScheduleSource
+_NOT_HERE = (
+    f"profile is {MEASURE!r}, which only an Engine of one process does (`bench serve` has one); give a file of step times"
+)
 
 
 def schedule_source(
@@ -126,13 +138,16 @@ def schedule_source(
     profile: str | Path | None = None,
     temperatures: str | Path | None = None,
     unsigned: bool = False,
+    *,
+    measurable: bool = False,
 ) -> ScheduleSource | None:
     """Reads what was asked for; None for whole blocks, where no scheduler is named.
 
     Args:
       scheduler: "fixed:2", "threshold:0.6", "early-stop", "stale-size" or "stale-size:1" (its lag), or a Schedule. A
         ScheduleSource is handed back.
-      profile: file of step times (`profile_table`), which early-stop and stale-size need. Its rows are the buckets.
+      profile: file of step times (`profile_table`), which early-stop and stale-size need. Its rows are the buckets. Where
+        the caller is `measurable`, MEASURE instead: it will measure them itself.
       temperatures: file that `dspark-jax calibrate` writes; without it confidences are taken as they are.
       unsigned: accept files that do not say which model, mesh and placement they belong to.
 
@@ -150,10 +165,19 @@ def schedule_source(
             raise ConfigError(f"scheduler is {scheduler!r:.60}; expected a Schedule, or one of {FORMS}")
         what = type(scheduler).__name__
         faults = [f"{name} is given beside a {what}, which is complete; leave one of them out" for name in extra]
+        if isinstance(scheduler, ScheduleSource) and scheduler.measure and not measurable:
+            faults.append(_NOT_HERE)
         raise_all(ConfigError, "scheduler", faults)
         return scheduler if isinstance(scheduler, ScheduleSource) else ScheduleSource(given=scheduler)
     name, setting, faults = _named(scheduler)
-    if name in _WEIGHING and profile is None:
+    measure = profile == MEASURE
+    if measure:
+        profile = None
+        if not measurable:
+            faults.append(_NOT_HERE)
+        elif name not in _WEIGHING:
+            faults.append(f"profile is {MEASURE!r}, and scheduler {name} does not use step times; leave profile out")
+    if name in _WEIGHING and profile is None and not measure:
         faults.append(f"{name} weighs tokens against step times; give a file of them (profile)")
     found: dict[str, Any] = {}
     readers = (("table", profile, read_profile), ("calibration", temperatures, read_calibration))
@@ -163,7 +187,8 @@ def schedule_source(
         except ConfigError as error:
             faults.append(str(error))
     raise_all(ConfigError, "scheduler", faults)
-    return ScheduleSource(name, setting, None, **found, unsigned=unsigned, sources=(str(profile), str(temperatures)))
+    sources = ("the step times measured here" if measure else str(profile), str(temperatures))
+    return ScheduleSource(name, setting, None, **found, unsigned=unsigned, measure=measure, sources=sources)
 
 
 def _named(text: str) -> tuple[str, float | None, list[str]]:

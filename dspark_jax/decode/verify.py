@@ -3,15 +3,34 @@
 A draft x is accepted with probability min(1, p(x) / q(x)); at the first rejection the token comes from max(p - q, 0)
 normalised, after the last acceptance from p itself. The output then has exactly the target's distribution, whatever
 the drafter proposes (DSpark paper, "Verification"; Leviathan et al. 2023, Chen et al. 2023).
+
+With coupled verification the target's token at a position is the argmax of its log-probabilities plus Gumbel noise, keyed
+by seed and position alone; the draft is the argmax of its own plus the same noise, and accepted where the two agree. The
+text is then a function of prompt and seed ("drafter-invariant": Daliri, Musco and Suresh, arXiv 2408.07978).
 """
+
+from typing import Any, Final
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Float, Int
+from jaxtyping import Array, BFloat16, Bool, Float, Int
 
 from dspark_jax.decode import noise
 from dspark_jax.decode.sampling import SamplingState, processed_logits
+
+REJECTION: Final = "rejection"
+COUPLED: Final = "coupled"
+
+
+def verify_faults(verify: Any) -> list[str]:
+    """What is wrong with the name of a way to verify."""
+    if verify in (REJECTION, COUPLED):
+        return []
+    return [
+        f"verify is {verify!r}; expected {REJECTION!r} (rejection sampling, the default) or {COUPLED!r} (draft and target share"
+        " their noise)"
+    ]
 
 
 @flax.struct.dataclass
@@ -25,6 +44,17 @@ class Verdict:
 def _row(x: Array, index: Int[Array, "R"]) -> Array:
     """x[r, index[r]] for x [R, n, ...]."""
     return jnp.take_along_axis(x, index.reshape((-1,) + (1,) * (x.ndim - 1)), axis=1)[:, 0]
+
+
+def _leading(survives: Bool[Array, "R n"]) -> Int[Array, "R"]:
+    """How many entries are true before the first that is not."""
+    return jnp.sum(jnp.cumprod(survives.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+
+
+def _processed_rows(logits: Float[Array, "R n V"], sampling: SamplingState) -> Float[Array, "R n V"]:
+    """`processed_logits` with the parameters of each slot in all of its rows."""
+    each = (jnp.broadcast_to(x[:, None], logits.shape[:2]) for x in (sampling.temperature, sampling.top_k, sampling.top_p))
+    return processed_logits(logits, *each)
 
 
 def _probability(logits: Float[Array, "R n V"], token: Int[Array, "R n"]) -> Float[Array, "R n"]:
@@ -50,13 +80,7 @@ def speculative_sample(
     """
     slots, length = drafts.shape
     vocab = p_logits.shape[-1]
-    rows = p_logits.shape[:2]
-    p_rows = processed_logits(
-        p_logits,
-        jnp.broadcast_to(sampling.temperature[:, None], rows),
-        jnp.broadcast_to(sampling.top_k[:, None], rows),
-        jnp.broadcast_to(sampling.top_p[:, None], rows),
-    )
+    p_rows = _processed_rows(p_logits, sampling)
 
     if length == 0:
         accepted = jnp.zeros((slots,), jnp.int32)
@@ -70,8 +94,7 @@ def speculative_sample(
         p_x, q_x = _probability(p_rows[:, :-1], token), _probability(q_rows, token)
         u = noise.uniform(sampling.seed, position[:, None] + 1 + index, noise.ACCEPT)
         # p > 0 guards the equality: u * q may underflow to 0 where p is 0.
-        survives = proposed & (u * q_x <= p_x) & (p_x > 0)
-        accepted = jnp.sum(jnp.cumprod(survives.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+        accepted = _leading(proposed & (u * q_x <= p_x) & (p_x > 0))
 
         at = jnp.minimum(accepted, length - 1)
         rejected = (accepted < length) & _row(proposed, at)
@@ -87,3 +110,29 @@ def speculative_sample(
     gumbel = noise.gumbel(sampling.seed, position + 1 + accepted, purpose, vocab)
     emitted = jnp.argmax(jnp.log(weights) + gumbel, axis=-1).astype(jnp.int32)
     return Verdict(accepted=accepted, token=emitted)
+
+
+def coupled_sample(
+    p_logits: Float[Array, "R g+1 V"],
+    drafts: Int[Array, "R g"],
+    num_drafts: Int[Array, "R"],
+    sampling: SamplingState,
+    position: Int[Array, "R"],
+) -> Verdict:
+    """Chooses the target's tokens with `noise.coupled_gumbel` and accepts the drafts that equal them.
+
+    Arguments as for `speculative_sample`. A draft of which the noise is not shared is accepted less often, and changes no
+    token.
+    """
+    vocab, length = p_logits.shape[-1], drafts.shape[1]
+    p_rows = _processed_rows(p_logits, sampling)
+
+    def choose(j: Int[Array, ""]) -> Int[Array, "R"]:
+        gumbel = noise.coupled_gumbel(sampling.seed, position, j, vocab)
+        return jnp.argmax(p_rows[:, j] + gumbel, axis=-1).astype(jnp.int32)
+
+    # Row by row: one row's noise is [R, V], all of it would be [R, g + 1, V].
+    choices = jax.lax.map(choose, jnp.arange(length + 1)).T
+    verified = jnp.arange(length) < num_drafts[:, None]
+    accepted = _leading(verified & (drafts == choices[:, :-1]))
+    return Verdict(accepted=accepted, token=_row(choices, accepted))

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int
 
 from dspark_jax.config import DraftConfig, TargetConfig
-from dspark_jax.decode.noise import draft_gumbel
+from dspark_jax.decode.noise import DraftNoise, draft_gumbel
 from dspark_jax.decode.protocols import Proposal
 from dspark_jax.decode.rows import Rows
 from dspark_jax.decode.sampling import SamplingState, processed_logits
@@ -148,6 +148,7 @@ class DSpark(nnx.Module):
         anchor: Int[Array, "R"],
         position: Int[Array, "R"],
         sampling: SamplingState,
+        draft_noise: DraftNoise = draft_gumbel,
     ) -> Proposal:
         """Draws the block left to right; each token is drawn from logits already rounded to bf16 (what is stored)."""
         head, last = self.mtp[-1].markov_head, self.mtp[-1]
@@ -165,7 +166,7 @@ class DSpark(nnx.Module):
             logits: BFloat16[Array, "R V"] = processed_logits(
                 row, sampling.temperature, sampling.top_k, sampling.top_p
             ).astype(jnp.bfloat16)
-            noise = draft_gumbel(sampling.seed, position, k, row.shape[-1])
+            noise = draft_noise(sampling.seed, position, k, row.shape[-1])
             previous = jnp.argmax(logits.astype(jnp.float32) + noise, axis=-1).astype(anchor.dtype)
             tokens.append(previous)
             kept.append(logits)
@@ -211,9 +212,10 @@ class DSparkDrafter:
         active: Bool[Array, "R"],
         sampling: SamplingState,
         cache,
+        draft_noise: DraftNoise = draft_gumbel,
     ) -> Proposal:
         window = self.stages.config.sliding_window
         history = [ring_history(ring, position, window) for ring in cache]
         visible = (position[:, None] - window + jnp.arange(window)) >= 0
         hidden, self.choices = self.stages.block(self.target, anchor, position, active, history, visible)
-        return self.stages.sample(self.target, hidden, anchor, position, sampling)
+        return self.stages.sample(self.target, hidden, anchor, position, sampling, draft_noise)

@@ -14,6 +14,8 @@ from dspark_jax.eplb.placement import PlacedLayer
 from dspark_jax.models.layers import Linear, dot
 from dspark_kernels import expert_mlp as expert_kernels
 from dspark_kernels import routing as routing_kernels
+from dspark_kernels.block_scaled import BlockScaled
+from dspark_kernels.formats import block_shapes
 from dspark_kernels.routing.replicas import choose_slots
 
 
@@ -60,15 +62,31 @@ class Gate(nnx.Module):
 
 class Experts(nnx.Module):
     """The routed experts' weights, stacked [E, in, out], by slot [slots, in, out] under a placement; the leading axis is
-    split over `expert`.
+    split over `expert`. Quantised, `w1` … hold codes and `w1_scale` … their scales (`BlockScaled`), else None.
     """
 
     def __init__(self, config: TargetConfig, placed: PlacedLayer | None = None, *, rngs: nnx.Rngs):
         d, f = config.hidden_size, config.moe_intermediate_size
-        e = placed.num_slots if placed else config.n_routed_experts
-        self.w1 = nnx.Param(jax.random.normal(rngs.params(), (e, d, f)) / math.sqrt(d))
-        self.w3 = nnx.Param(jax.random.normal(rngs.params(), (e, d, f)) / math.sqrt(d))
-        self.w2 = nnx.Param(jax.random.normal(rngs.params(), (e, f, d)) / math.sqrt(f))
+        slots = placed.num_slots if placed else config.n_routed_experts
+        self.w1, self.w1_scale = _matrices(config, slots, d, f, rngs)
+        self.w3, self.w3_scale = _matrices(config, slots, d, f, rngs)
+        self.w2, self.w2_scale = _matrices(config, slots, f, d, rngs)
+
+    def weights(self) -> tuple[Array | BlockScaled, ...]:
+        """w1, w3, w2 as the kernels take them."""
+        pairs = ((self.w1, self.w1_scale), (self.w3, self.w3_scale), (self.w2, self.w2_scale))
+        return tuple(w[...] if scale is None else BlockScaled(w[...], scale[...]) for w, scale in pairs)
+
+
+def _matrices(
+    config: TargetConfig, slots: int, inputs: int, outputs: int, rngs: nnx.Rngs
+) -> tuple[nnx.Param, nnx.Param | None]:
+    """Weights [slots, in, out], random; or codes and scales, zeros until a checkpoint fills them."""
+    if config.expert_weights == "dense":
+        return nnx.Param(jax.random.normal(rngs.params(), (slots, inputs, outputs)) / math.sqrt(inputs)), None
+    codes, scale = block_shapes(config.expert_weights, inputs, outputs)
+    dtype = jnp.uint8 if config.expert_weights == "fp4" else jnp.float8_e4m3fn
+    return nnx.Param(jnp.zeros((slots, *codes), dtype)), nnx.Param(jnp.zeros((slots, *scale), jnp.uint8))
 
 
 class SharedExpert(nnx.Module):
@@ -117,13 +135,13 @@ class MoE(nnx.Module):
     def _experts(
         self, x: Float[Array, "B d"], routing: routing_kernels.Routing, axis: str | None
     ) -> Float32[Array, "B d"]:
-        w1, w3, w2 = (w[...] for w in (self.experts.w1, self.experts.w3, self.experts.w2))
+        w1, w3, w2 = self.experts.weights()
         ids, weights = self._places(routing.ids, axis), routing.weights
         if axis is None:
             return expert_kernels.expert_mlp(x, ids, weights, w1, w3, w2, limit=self.config.swiglu_limit)
         # Dropless: every rank sees all rows, computes its own experts (or slots), and gets its rows' sums back.
         x, ids, weights = (jax.lax.all_gather(v, axis, tiled=True) for v in (x, ids, weights))
-        local = ids - jax.lax.axis_index(axis) * w1.shape[0]
+        local = ids - jax.lax.axis_index(axis) * self.experts.w1.shape[0]
         part = expert_kernels.expert_mlp(x, local, weights, w1, w3, w2, limit=self.config.swiglu_limit)
         return jax.lax.psum_scatter(part, axis, scatter_dimension=0, tiled=True)
 

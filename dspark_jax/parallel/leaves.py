@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dspark_jax.config import DraftConfig, TargetConfig
+from dspark_kernels.formats import block_shapes
 
 Ranges = tuple[tuple[int, int], ...]
 ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -20,16 +21,18 @@ class Leaf:
 
     Attributes:
       name: names the layer position, not the layer; ranks share a leaf of one name, shape and kind.
-      kind: "weight" has the model's dtype; "fp32" and "int" (32 bits) have the same in every model.
+      kind: "weight" has the model's dtype; "fp32", "int" (32 bits) and "byte" have the same in every model.
       role: "matrix" is read whole by every tick, "experts" [experts, in, out] where rows visit them, "table" by row.
       split: divided over the expert ranks.
+      numbers: weights that an element stands for in products: 2 for fp4 codes, 0 for scales.
     """
 
     name: str
     shape: tuple[int, ...]
-    kind: Literal["weight", "fp32", "int"] = "weight"
+    kind: Literal["weight", "fp32", "int", "byte"] = "weight"
     role: Literal["matrix", "experts", "table"] = "matrix"
     split: bool = False
+    numbers: int = 1
 
     @property
     def size(self) -> int:
@@ -37,7 +40,7 @@ class Leaf:
 
     def bytes(self, item_size: int, expert: int) -> int:
         """Of one device; `item_size` is that of the model's dtype, `expert` the number of expert ranks."""
-        total = self.size * (item_size if self.kind == "weight" else 4)
+        total = self.size * {"weight": item_size, "byte": 1}.get(self.kind, 4)
         return total // expert if self.split else total
 
 
@@ -80,7 +83,13 @@ def _experts(c: TargetConfig, name: str, hashed: bool) -> Iterator[Leaf]:
     else:
         yield _fp32(f"{name}.gate.bias", e)
     for part, shape in (("w1", (d, f)), ("w3", (d, f)), ("w2", (f, d))):
-        yield Leaf(f"{name}.experts.{part}", (e, *shape), role="experts", split=True)
+        here = f"{name}.experts.{part}"
+        if c.expert_weights == "dense":
+            yield Leaf(here, (e, *shape), role="experts", split=True)
+            continue
+        codes, scale = block_shapes(c.expert_weights, *shape)
+        yield Leaf(here, (e, *codes), "byte", "experts", True, 2 if c.expert_weights == "fp4" else 1)
+        yield Leaf(f"{here}_scale", (e, *scale), "byte", "experts", True, 0)
     for part, shape in (("w1", (d, shared)), ("w3", (d, shared)), ("w2", (shared, d))):
         yield Leaf(f"{name}.shared_experts.{part}.weight", shape)
 

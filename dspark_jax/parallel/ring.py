@@ -26,6 +26,7 @@ from dspark_jax.decode.round import advance, init_requests
 from dspark_jax.decode.sampling import MAX_LOGPROBS
 from dspark_jax.decode.schedule import Schedule, bucket_index, bucket_sizes, packed_rows
 from dspark_jax.decode.state import Emission, Requests, decode_item
+from dspark_jax.decode.verify import REJECTION, verify_faults
 from dspark_jax.eplb.placement import Placement
 from dspark_jax.errors import ConfigError, raise_all
 from dspark_jax.models.moe import Routed
@@ -51,6 +52,7 @@ class RingConfig:
       schedule: how many drafts are verified; None verifies whole blocks.
       buckets: with a schedule, the ascending numbers of packed rows that a decoding tick may have on one expert rank. All
         rows that there can be are always one more bucket. By default quarters of these.
+      verify: how drafts are verified: REJECTION or COUPLED (`decode.verify`).
     """
 
     slots: int
@@ -62,6 +64,7 @@ class RingConfig:
     count_experts: bool = False
     schedule: Schedule | None = None
     buckets: tuple[int, ...] | None = None
+    verify: str = REJECTION
 
 
 @struct.dataclass
@@ -135,10 +138,14 @@ class Ring:
     def _stage(self, leaves: dict[str, Any], rank: int) -> PipeStage:
         return self.pipeline.stage(leaves, rank)
 
+    def _drafter(self, stage: PipeStage) -> Any:
+        """What drafts on the last rank, None on the others; measurements put theirs around it."""
+        return stage.drafter
+
     def _rank_caches(self, rank: int) -> tuple[Any, Any]:
         """The empty caches of one device of `rank`."""
         stage = self._stage(self.pipeline.params.shapes, rank)
-        drafter = stage.drafter
+        drafter = self._drafter(stage)
         target = stage.init_cache(self.lanes, self.sizes.max_len, self.gamma + 1)
         return target, (drafter.init_cache(self.lanes) if drafter else ())
 
@@ -247,10 +254,10 @@ class Ring:
             own, number, history, drafts = jax.tree.map(view, (requests, generation, stale, draft_cache))
             rows = dataclasses.replace(rows, lane=None)
             own, number, history = _begin(own, number, history, item.control)
-            drafter = stage.drafter
+            drafter = self._drafter(stage)
             own, drafts, emission = advance(
                 stage, drafter, own, drafts, work, rows, stage.hidden(streams), context, self.sizes.max_len,
-                self.sizes.logprobs,
+                self.sizes.logprobs, self.sizes.verify,
             )  # fmt: skip
             choices += drafter.choices if drafter else ()
             if self.sizes.schedule:
@@ -307,6 +314,7 @@ def _faults(spec: PipelineSpec, mesh: Mesh, sizes: RingConfig):
         if getattr(sizes, name) < 1:
             yield f"{name} is {getattr(sizes, name)}; expected at least 1"
     yield from _bucket_faults(spec, sizes)
+    yield from verify_faults(sizes.verify)
     most = min(MAX_LOGPROBS, spec.config.vocab_size)
     if sizes.logprobs is not None and not 0 <= sizes.logprobs <= most:
         yield f"logprobs is {sizes.logprobs}; expected None (off) or 0 … {most}"

@@ -6,6 +6,7 @@ is stacked over layers: a layer position is part of the name.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -68,12 +69,19 @@ class Stacked:
     def _place_leaf(self, key: str, source: Callable, sharding: Callable) -> jax.Array:
         shape = self.shapes[key]
         owners = [rank for rank in range(self.ranks) if key in self.paths[rank]]
-        own = {rank: source(rank, self.paths[rank][key]) for rank in owners}
+        stacked = (self.ranks, *shape.shape)
+
+        @lru_cache(maxsize=1)  # the devices of a rank come one after the other, and may share its leaf
+        def own(rank: int) -> np.ndarray:
+            return np.asarray(source(rank, self.paths[rank][key]), shape.dtype)
 
         def part(index: Any) -> np.ndarray:
             ranks = range(*index[0].indices(self.ranks))
             zeros = np.zeros(shape.shape, shape.dtype)
-            return np.stack([np.asarray(own.get(rank, zeros), shape.dtype)[index[1:]] for rank in ranks])
+            return np.stack([(own(rank) if rank in owners else zeros)[index[1:]] for rank in ranks])
 
-        path = self.paths[owners[0]][key]
-        return jax.make_array_from_callback((self.ranks, *shape.shape), sharding(path), part)
+        # Device by device, so that the host does not hold what all of them get.
+        where = sharding(self.paths[owners[0]][key])
+        indices = where.addressable_devices_indices_map(stacked).items()
+        parts = [jax.device_put(part(index), device) for device, index in indices]
+        return jax.make_array_from_single_device_arrays(stacked, where, parts, dtype=shape.dtype)

@@ -168,7 +168,7 @@ class CostModel:
                 if self.grouped_experts:
                     active, visits = active_experts(c, rows.all), c.num_experts_per_tok
                 read += size * active / c.n_routed_experts
-                flops += 2 * rows.all * leaf.size * visits / c.n_routed_experts / load.expert
+                flops += 2 * rows.all * leaf.size * leaf.numbers * visits / c.n_routed_experts / load.expert
             else:
                 read += size
                 flops += 2 * (rows.all / load.expert if leaf.split else rows.local) * leaf.size

@@ -16,9 +16,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dspark_jax.api import LM
+from dspark_jax.checkpoint.reader import Weights
 from dspark_jax.decode.item import Control
+from dspark_jax.decode.profile_table import Fingerprint
 from dspark_jax.decode.sampling import SamplingParams
 from dspark_jax.decode.schedule_source import SchedulerOption, fingerprint_of, schedule_source
+from dspark_jax.decode.verify import REJECTION, verify_faults
 from dspark_jax.eplb.collect import ExpertCounter
 from dspark_jax.eplb.namespace import ExpertLayers
 from dspark_jax.eplb.placement import Placement
@@ -27,6 +30,7 @@ from dspark_jax.eplb.validation import PlacementSource, resolve_placement
 from dspark_jax.errors import ConfigError, RequestError, raise_all
 from dspark_jax.parallel.mesh import EXPERT, PIPE, make_mesh
 from dspark_jax.parallel.planner import given_stages, plan_stages
+from dspark_jax.parallel.profile import StepTimes, measure_steps
 from dspark_jax.parallel.ring import Ring, RingConfig, TickOutput
 from dspark_jax.parallel.stage import PipelineSpec, Ranges
 from dspark_jax.parallel.stage_memory import stage_memory
@@ -60,6 +64,7 @@ class Engine:
         (`parallel.planner`), for full batches at `max_len`.
       slots: requests decoded side by side, a multiple of pipe × expert; 8 of them for every one of those by default.
       dtype: of weights and activations; float32 on a CPU and bfloat16 elsewhere by default.
+      weights: what devices hold of an fp8 or fp4 checkpoint, as for `load`; an `LM` has chosen already.
       max_len: most positions of a request, prompt included; by default the model's, at most 4096.
       chunk: prompt tokens of one tick and slot.
       rounds_per_call: rounds of one device call; more hide the host's work and let new requests wait longer.
@@ -71,11 +76,14 @@ class Engine:
       count_experts: first iteration whose rows are counted by expert, and the first that is not any more (`expert_counter`,
         `eplb.collect`). By default the compiled program has no counter.
       scheduler, profile, temperatures, unsigned: how many drafts are verified, see `schedule_source` and
-        docs/scheduling.md; whole blocks by default.
+        docs/scheduling.md; whole blocks by default. profile="measure": `warmup` measures step times itself (`measure_steps`)
+        with a program that is not used again, so it compiles two rings and takes about twice as long.
       buckets: with a scheduler, packed rows on an expert rank that a decoding tick may have (`RingConfig.buckets`); by default
         those of `profile`, or quarters.
+      verify: how drafts are verified, "rejection" or "coupled", as for `load`; an `LM` given as `model` does not decide it.
 
-    Raises CheckpointError or ConfigError before any device work.
+    Raises CheckpointError or ConfigError before any device work; a value in the weights that is no number is found when the
+    weights are placed.
     """
 
     def __init__(
@@ -86,6 +94,7 @@ class Engine:
         stages: str | Ranges | None = None,
         slots: int | None = None,
         dtype: jax.typing.DTypeLike | None = None,
+        weights: Weights = "dequantised",
         max_len: int | None = None,
         chunk: int = 64,
         rounds_per_call: int = 1,
@@ -98,16 +107,17 @@ class Engine:
         temperatures: str | Path | None = None,
         unsigned: bool = False,
         buckets: Sequence[int] | None = None,
+        verify: str = REJECTION,
     ):
         mesh = make_mesh() if mesh is None else mesh
         pipe, expert = mesh.shape[PIPE], mesh.shape[EXPERT]
         self.slots = int(8 * pipe * expert if slots is None else slots)
         per_batch, faults = slot_counts(self.slots, pipe, expert)
-        raise_all(ConfigError, "engine", faults)
+        raise_all(ConfigError, "engine", [*faults, *verify_faults(verify)])
         # Before the weights are read: a file that does not fit is refused at once, on every process.
-        source = schedule_source(scheduler, profile, temperatures, unsigned)
+        source = schedule_source(scheduler, profile, temperatures, unsigned, measurable=not spans_processes(mesh))
         placed = None if placement is None else resolve_placement(placement, expert_layers(model, speculate), expert)
-        config, draft, params, tokenizer = read_model(model, mesh, dtype)
+        config, draft, params, tokenizer = read_model(model, mesh, dtype, weights)
         limit = config.max_position_embeddings
         self.max_len = int(min(limit, 4096) if max_len is None else max_len)
         draft = draft if speculate else None
@@ -135,7 +145,7 @@ class Engine:
         sizes = RingConfig(
             per_batch, self.max_len, chunk, rounds_per_call, logprobs=max_logprobs, count_experts=count_experts is not None,
             schedule=source and source.schedule(per_batch // expert, spec.gamma),
-            buckets=None if buckets is None else tuple(buckets),
+            buckets=None if buckets is None else tuple(buckets), verify=verify,
         )  # fmt: skip
         self.ring = Ring(spec, params, mesh, sizes)
         self.mesh, self.config, self.draft_config, self.tokenizer = mesh, config, spec.draft, as_tokenizer(tokenizer)
@@ -152,6 +162,7 @@ class Engine:
         self._step: Any = None
         self._lock = threading.RLock()
         self.timeline: deque[Tick] = deque(maxlen=TIMELINE)
+        self.step_times: StepTimes | None = None  # what `warmup` has measured, with profile="measure"
         self._owe_stop()
 
     def __enter__(self) -> "Engine":
@@ -266,10 +277,7 @@ class Engine:
         placed = resolve_placement(placement, ExpertLayers.of(spec.config, spec.draft), spec.expert)
         ring = Ring(replace(spec, placement=placed), self.ring.pipeline.whole, self.mesh, sizes)
         if self._schedule is not None:  # step times belong to a placement
-            whole = self.ring.pipeline.whole
-            self._schedule.check_table(
-                fingerprint_of(spec.config, spec.draft, whole, self.mesh, ranges=spec.ranges, placement=placed)
-            )
+            self._schedule.check_table(replace(self.fingerprint, placement=placed.digest if placed else ""))
         with self._lock:
             if placed == self.placement:
                 return
@@ -285,6 +293,32 @@ class Engine:
 
     # -- device --------------------------------------------------------------------------------------------------------
 
+    def measure_steps(self, repeats: int = 5, progress: Callable[[str], None] | None = None) -> StepTimes:
+        """Times decoding steps in this engine's buckets (`parallel.profile`); `.table(self.fingerprint)` is for files.
+
+        A ring for measuring is compiled, and needs memory for caches of its own; running requests are not touched.
+
+        Raises ConfigError without a drafter, for a `max_len` of a few rounds, and on several processes.
+        """
+        if self._processes is not None:
+            raise ConfigError("measure_steps works in one process; give a file of step times to Engine in every process")
+        return measure_steps(self.ring, self._params, repeats=repeats, progress=progress)
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What step times of this engine belong to."""
+        spec, whole = self.ring.spec, self.ring.pipeline.whole
+        return fingerprint_of(spec.config, spec.draft, whole, self.mesh, ranges=spec.ranges, placement=spec.placement)
+
+    def _adopt_step_times(self, tell: Callable[[str], None]) -> None:
+        """Measures what the schedule needs, and makes the ring that uses it."""
+        ring, source = self.ring, self._schedule
+        assert source is not None
+        self.step_times = self.measure_steps(progress=tell)
+        self._schedule = source = source.measured(self.step_times.table(self.fingerprint))
+        sizes = replace(ring.sizes, schedule=source.schedule(ring.local_slots, ring.gamma))  # the buckets were measured
+        self.ring = Ring(ring.spec, ring.pipeline.whole, self.mesh, sizes)
+
     def warmup(self, progress: Callable[[str], None] | None = None) -> float:
         """Compiles everything that serving needs and runs it once; returns the seconds it took. Then nothing compiles.
 
@@ -294,6 +328,8 @@ class Engine:
         tell = progress or (lambda _: None)
         with self._lock:
             if self._step is None:
+                if self._schedule is not None and self._schedule.measure:
+                    self._adopt_step_times(tell)
                 tell("allocating caches")
                 self._state = self.ring.init_state()
                 record, _ = self._place(self.ring.idle_control())

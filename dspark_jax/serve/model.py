@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dspark_jax.api import LM, model_folder
-from dspark_jax.checkpoint.reader import read_checkpoint, read_tokenizer
+from dspark_jax.checkpoint.reader import Weights, open_checkpoint, read_tokenizer
 from dspark_jax.config import read_config
 from dspark_jax.eplb.namespace import ExpertLayers
 from dspark_jax.parallel.mesh import EXPERT
@@ -25,12 +25,13 @@ def expert_layers(model: str | Path | LM, speculate: bool) -> ExpertLayers:
     return layers if speculate else replace(layers, draft=None)
 
 
-def read_model(model: str | Path | LM, mesh: Mesh, dtype: Any) -> tuple[Any, Any, Any, Any]:
-    """Configurations, parameters on the host and tokenizer."""
+def read_model(model: str | Path | LM, mesh: Mesh, dtype: Any, weights: Weights) -> tuple[Any, Any, Any, Any]:
+    """Configurations, parameters and tokenizer. Parameters of an LM are on the host; those of a folder are read when they
+    are placed, one after the other (`checkpoint.values.Deferred`).
+    """
     if isinstance(model, LM):
         return model.config, model.draft_config, jax.device_get(model._params), model.tokenizer
     folder = model_folder(model)
     default = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else jnp.bfloat16
-    host: Any = lambda path, array: array  # noqa: E731
-    read = read_checkpoint(folder, dtype=default if dtype is None else dtype, axis=EXPERT, place=host)
+    read = open_checkpoint(folder, dtype=default if dtype is None else dtype, axis=EXPERT, weights=weights)
     return read.config, read.draft, read.params, read_tokenizer(folder)

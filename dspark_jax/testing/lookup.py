@@ -12,7 +12,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from dspark_jax.decode.noise import draft_gumbel
+from dspark_jax.decode.noise import DraftNoise, draft_gumbel
 from dspark_jax.decode.protocols import Proposal
 from dspark_jax.decode.rows import Rows
 from dspark_jax.decode.sampling import SamplingState, processed_logits
@@ -183,6 +183,7 @@ class LookupDrafter:
         active: Bool[Array, "R"],
         sampling: SamplingState,
         cache: LookupContext,
+        draft_noise: DraftNoise = draft_gumbel,
     ) -> Proposal:
         """Draws the block left to right from the tables, with the request's temperature, top-k and top-p."""
         del active, cache
@@ -192,7 +193,7 @@ class LookupDrafter:
             logits = processed_logits(
                 self.table[j, previous], sampling.temperature, sampling.top_k, sampling.top_p
             ).astype(jnp.bfloat16)
-            noise = draft_gumbel(sampling.seed, position, j, self.table.shape[-1])
+            noise = draft_noise(sampling.seed, position, j, self.table.shape[-1])
             previous = jnp.argmax(logits.astype(jnp.float32) + noise, axis=-1).astype(anchor.dtype)
             tokens.append(previous)
             kept.append(logits)

@@ -46,7 +46,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     return go
 
 
-@pytest.mark.parametrize("compare", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("compare", [False, True])
 def test_json_on_a_mesh_has_the_keys_and_the_answer_of_one_device(run, compare):
     options = (*OPTIONS, "--compare") if compare else OPTIONS
     code, out, err = run(*options, "--json", "--mesh", "2x1", devices=2, load=no_batch)

@@ -4,10 +4,12 @@ import functools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from dspark_jax.api import LM
+from dspark_jax.checkpoint.layout import skeleton
 from dspark_jax.config import DraftConfig, RopeConfig, TargetConfig
 from dspark_jax.models.speculative import SpeculativeLM
 from dspark_jax.parallel.mesh import make_mesh
@@ -62,3 +64,19 @@ def engine(pipe: int, expert: int, *, slots: int = 0, chunk: int = GAMMA + 1, sp
     mesh = make_mesh(pipe, expert)
     slots = slots or max(4, pipe * expert)
     return Engine(lm(), mesh=mesh, slots=slots, chunk=chunk, max_len=MAX_LEN, speculate=speculate)
+
+
+@functools.cache
+def forward(prompt: tuple[int, ...], tokens: tuple[int, ...]) -> np.ndarray:
+    """log-softmax [tokens, V], in numpy, of one pass over the finished text, without any decoding code."""
+    graph, _ = skeleton(CONFIG, DRAFT, dtype=jnp.float32, axis=None)
+    text = np.zeros((1, MAX_LEN), np.int32)
+    text[0, : len(prompt) + len(tokens)] = [*prompt, *tokens]
+
+    @jax.jit
+    def run(params, x):
+        target = nnx.merge(graph, params).target
+        return target.logits(target.sequence(x).hidden).reshape(MAX_LEN, VOCAB)
+
+    logits = np.asarray(run(model()[1], text), np.float64)[len(prompt) - 1 :][: len(tokens)]
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))

@@ -14,9 +14,11 @@ from jaxtyping import Array, Float, Int
 from dspark_jax.api import LM
 from dspark_jax.checkpoint.layout import skeleton
 from dspark_jax.config import DraftConfig
+from dspark_jax.decode import noise
 from dspark_jax.decode.sampling import SamplingParams
 from dspark_jax.decode.schedule import EarlyStop, FixedLength, Schedule, StaleSize, StepCost, Threshold
 from dspark_jax.decode.state import Requests
+from dspark_jax.decode.verify import REJECTION
 from dspark_jax.parallel.mesh import make_mesh
 from dspark_jax.results import Completion
 from dspark_jax.serve.engine import Engine
@@ -37,7 +39,7 @@ def stairs(rows: int, step: int) -> StepCost:
 
 @dataclass(frozen=True)
 class BySeed(Schedule):
-    """One of several schedules, all in one program: a greedy request's seed, which draws nothing, names its schedule."""
+    """One of several schedules, all in one program: the requests' seed, the same in a batch, names their schedule."""
 
     choices: tuple[Schedule, ...] = ()
 
@@ -89,12 +91,13 @@ def all_schedules(slots: int) -> BySeed:
 
 
 @functools.cache
-def engine(pipe: int, expert: int) -> Engine:
+def engine(pipe: int, expert: int, verify: str = REJECTION) -> Engine:
     """With one packed bucket of three quarters of the rows; shared by all tests of a process, idle between them."""
     slots = SLOTS // expert
     return Engine(
         lm(), mesh=make_mesh(pipe, expert), slots=SLOTS * pipe, chunk=GAMMA + 1, max_len=MAX_LEN, max_logprobs=TOP,
         scheduler=all_schedules(slots), buckets=[slots * (GAMMA + 1) * 3 // 4],
+        verify=verify,
     )  # fmt: skip
 
 
@@ -106,10 +109,10 @@ def requests(count: int = 12) -> list[tuple[list[int], SamplingParams]]:
     return [(prompt, SamplingParams(max_tokens=int(rng.integers(6, 20)), logprobs=TOP)) for prompt in prompts]
 
 
-def chosen(name: str) -> tuple[list[list[int]], list[SamplingParams]]:
+def chosen(name: str, temperature: float = 0.0) -> tuple[list[list[int]], list[SamplingParams]]:
     """The requests under one of the schedules."""
     prompts, params = zip(*requests(), strict=True)
-    return list(prompts), [dataclasses.replace(p, seed=NAMES.index(name)) for p in params]
+    return list(prompts), [dataclasses.replace(p, seed=NAMES.index(name), temperature=temperature) for p in params]
 
 
 @functools.cache
@@ -124,15 +127,27 @@ def _log_laws():
     return functools.partial(jax.jit(run), weights())
 
 
-def check_plain(answers: Sequence[Completion]) -> None:
-    """Every text is the target's own greedy one, and its log-probabilities are those of a pass over the whole of it."""
+def _token_laws(answers: Sequence[Completion]) -> list[np.ndarray]:
+    """Target log-probabilities [tokens, V] of every answer's tokens, from a pass over the whole of prompt and answer."""
     token = np.zeros((len(answers), MAX_LEN), np.int32)
     for r, a in enumerate(answers):
         both = (*a.prompt_tokens, *a.tokens)
         token[r, : len(both)] = both
     laws = np.asarray(_log_laws()(token))
-    for law, a in zip(laws, answers, strict=True):
-        rows = law[len(a.prompt_tokens) - 1 :][: len(a.tokens)]
+    return [law[len(a.prompt_tokens) - 1 :][: len(a.tokens)] for law, a in zip(laws, answers, strict=True)]
+
+
+def check_coupled(answers: Sequence[Completion], params: Sequence[SamplingParams]) -> None:
+    """Every token is the argmax of the target's log-probabilities, by temperature, plus the noise of seed and position."""
+    for rows, a, p in zip(_token_laws(answers), answers, params, strict=True):
+        position = len(a.prompt_tokens) + jnp.arange(len(a.tokens))
+        gumbel = noise.gumbel(jnp.full(position.shape, p.seed, jnp.uint32), position, noise.COUPLED, TOP)
+        assert a.tokens == tuple((rows / p.temperature + gumbel).argmax(axis=1).tolist())
+
+
+def check_plain(answers: Sequence[Completion]) -> None:
+    """Every text is the target's own greedy one, and its log-probabilities are those of a pass over the whole of it."""
+    for rows, a in zip(_token_laws(answers), answers, strict=True):
         assert a.tokens == tuple(rows.argmax(axis=1).tolist())
         said = np.array([[value for _, value in sorted(one.top)] for one in a.logprobs or ()])
         assert scaled_error(said, rows) < 1e-5

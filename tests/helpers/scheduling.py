@@ -15,6 +15,7 @@ from dspark_jax.decode.sampling import SamplingState, processed_logits
 from dspark_jax.decode.schedule import Block, Schedule, StepCost, expected_rate, survival
 from dspark_jax.decode.schedule.order import admission_rank, admitted
 from dspark_jax.decode.state import DecodeState, Requests, decode_item
+from dspark_jax.decode.verify import REJECTION
 from dspark_jax.testing import LookupDrafter, LookupTarget
 
 
@@ -50,14 +51,14 @@ class KeyedDrafter(LookupDrafter):
         rounded = jnp.asarray(table, jnp.bfloat16).astype(jnp.float32)
         return cls(rounded, jnp.asarray(confidence, jnp.float32), jnp.asarray(by_position))
 
-    def propose(self, anchor, position, active, sampling, cache) -> Proposal:
+    def propose(self, anchor, position, active, sampling, cache, draft_noise=noise.draft_gumbel) -> Proposal:
         previous, tokens, kept, confidence = anchor, [], [], []
         for j in range(self.block_size):
             confidence.append(self.confidence_table[j, previous])
             logits = processed_logits(self.table[j, previous], sampling.temperature, sampling.top_k, sampling.top_p)
             logits = logits.astype(jnp.bfloat16)
             at, index = jnp.where(self.by_position, position + j, position), jnp.where(self.by_position, 0, j)
-            gumbel = noise.draft_gumbel(sampling.seed, at, index, self.table.shape[-1])
+            gumbel = draft_noise(sampling.seed, at, index, self.table.shape[-1])
             previous = jnp.argmax(logits.astype(jnp.float32) + gumbel, axis=-1).astype(anchor.dtype)
             tokens.append(previous)
             kept.append(logits)
@@ -91,7 +92,7 @@ class Plan:
 LAG = 2  # of the history that every plan gets
 
 
-def _decode(target, drafter, sampling, prompt, choice, plans: tuple[Plan, ...], ticks: int):
+def _decode(target, drafter, sampling, prompt, choice, plans: tuple[Plan, ...], ticks: int, verify: str):
     gamma = drafter.block_size
     width = ticks * (gamma + 1)
     max_len = width + gamma + 3
@@ -105,7 +106,7 @@ def _decode(target, drafter, sampling, prompt, choice, plans: tuple[Plan, ...], 
     def one(carry, _):
         state, stale, tokens = carry
         begin = state.requests.emitted[:, None]
-        state, emission = tick(target, drafter, state, decode_item(state.requests, gamma), max_len)
+        state, emission = tick(target, drafter, state, decode_item(state.requests, gamma), max_len, verify=verify)
         index = jnp.arange(gamma + 1)
         tokens = tokens.at[lane, jnp.where(index < emission.count[:, None], begin + index, width)].set(emission.token)
         requests, stale = plan(state.requests, emission.count, stale)
@@ -116,7 +117,7 @@ def _decode(target, drafter, sampling, prompt, choice, plans: tuple[Plan, ...], 
     return tokens[:, :width], verified
 
 
-_compiled = jax.jit(_decode, static_argnames=("plans", "ticks"))
+_compiled = jax.jit(_decode, static_argnames=("plans", "ticks", "verify"))
 
 
 def decode(
@@ -128,6 +129,7 @@ def decode(
     *,
     prompt: np.ndarray | None = None,
     ticks: int = 4,
+    verify: str = REJECTION,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens [N, ...] behind the prompt, -1 where there is none yet, and verify lengths [ticks, N], by `plans[choice]`.
 
@@ -135,4 +137,5 @@ def decode(
     seen no scheduler. All plans are branches of one program, so that they are compiled together.
     """
     prompt = np.zeros(sampling.seed.shape, np.int32) if prompt is None else prompt
-    return jax.tree.map(np.asarray, _compiled(target, drafter, sampling, prompt, choice, plans=plans, ticks=ticks))
+    found = _compiled(target, drafter, sampling, prompt, choice, plans=plans, ticks=ticks, verify=verify)
+    return jax.tree.map(np.asarray, found)

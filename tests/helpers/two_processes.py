@@ -24,10 +24,14 @@ from dspark_jax.serve.engine import Engine
 from helpers.mesh_model import CONFIG, DRAFT, GAMMA, MAX_LEN, Letters
 from helpers.mesh_requests import requests
 
+TOP = 4  # alternatives
+
 
 def serve(engine: Engine, found: dict) -> None:
     prompts, params = zip(*requests(), strict=True)
     found["answers"] = [[list(c.tokens), c.finish_reason] for c in engine.generate(prompts, params)]
+    (said,) = engine.generate([requests()[3][0]], SamplingParams(max_tokens=8, logprobs=TOP))
+    found["logprobs"] = [said.prompt_tokens, said.tokens, [one.top for one in said.logprobs or ()]]
     found["busy"] = engine.busy
     aborted = engine.submit([1, 2, 3], SamplingParams(max_tokens=40))
     stream = engine.stream(engine.submit(*requests()[1]))
@@ -54,7 +58,8 @@ def main(folder: Path, pipe: int, expert: int) -> None:
     initialize()
     index, compiled = jax.process_index(), []
     found: dict = {"processes": jax.process_count(), "local": jax.local_device_count()}
-    with Engine(model(folder), mesh=make_mesh(pipe, expert), slots=4, chunk=GAMMA + 1, max_len=MAX_LEN) as engine:
+    sizes = {"slots": 4, "chunk": GAMMA + 1, "max_len": MAX_LEN, "max_logprobs": TOP}
+    with Engine(model(folder), mesh=make_mesh(pipe, expert), **sizes) as engine:
         engine.warmup()
         jax.monitoring.register_event_duration_secs_listener(
             lambda event, duration_secs, **_: compiled.append(event) if "backend_compile" in event else None

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dspark_kernels.block_scaled import BlockScaled, widened
 from dspark_kernels.expert_mlp import expert_mlp, swiglu
+from dspark_kernels.formats import block_shapes
 
 ROWS, EXPERTS, K, WIDTH, INNER = 12, 5, 3, 6, 4
 RNG = np.random.default_rng(1)
@@ -61,3 +63,18 @@ def test_ranks_add_up():
     low = mlp(X, IDS, WEIGHTS, W1[:2], W3[:2], W2[:2], limit=0.8)
     high = mlp(X, IDS - 2, WEIGHTS, W1[2:], W3[2:], W2[2:], limit=0.8)
     np.testing.assert_allclose(low + high, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["fp4", "fp8"])
+def test_block_scaled_weights_are_the_numbers_that_they_stand_for(kind):
+    def random(inputs, outputs):
+        codes, scale = ((EXPERTS, *shape) for shape in block_shapes(kind, inputs, outputs))
+        raw = jnp.asarray(RNG.integers(0, 127, codes), jnp.uint8)
+        codes = raw if kind == "fp4" else jax.lax.bitcast_convert_type(raw, jnp.float8_e4m3fn)
+        return BlockScaled(codes, jnp.asarray(RNG.integers(118, 122, scale), jnp.uint8))
+
+    packed = [random(WIDTH, INNER), random(WIDTH, INNER), random(INNER, WIDTH)]
+    dense = [widened(w, jnp.float32) for w in packed]
+    assert [w.shape for w in dense] == [w.shape for w in (W1, W3, W2)] and all(np.ptp(w) > 0 for w in dense)
+    found = mlp(X, IDS, WEIGHTS, *packed, limit=0.8)
+    np.testing.assert_allclose(found, mlp(X, IDS, WEIGHTS, *dense, limit=0.8), rtol=1e-6, atol=1e-6)

@@ -1,19 +1,18 @@
-"""Log-probabilities out of the engine on a mesh: those of one device, and of a forward pass over the finished text."""
+"""Log-probabilities out of the engine on a mesh: those of one device, and of a forward pass over the finished text.
+
+Most of it is long: `test_schedule` and `test_processes` compare them with a forward pass too."""
 
 import functools
 import json
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from dspark_jax import Completion, ConfigError, Engine, RequestError, SamplingParams, cli
-from dspark_jax.checkpoint.layout import skeleton
 from dspark_jax.parallel.mesh import make_mesh
-from helpers.mesh_model import CONFIG, DRAFT, GAMMA, MAX_LEN, VOCAB, engine, lm, model
+from helpers.mesh_model import GAMMA, MAX_LEN, VOCAB, engine, forward, lm
 
 TOP = 4
 
@@ -43,27 +42,12 @@ def answers() -> list[Completion]:
     return serving().generate(prompts, params)
 
 
-@functools.cache
-def forward(prompt: tuple[int, ...], tokens: tuple[int, ...]) -> np.ndarray:
-    """log-softmax [tokens, V], in numpy, of one pass over the finished text, without any decoding code."""
-    graph, _ = skeleton(CONFIG, DRAFT, dtype=jnp.float32, axis=None)
-    text = np.zeros((1, MAX_LEN), np.int32)
-    text[0, : len(prompt) + len(tokens)] = [*prompt, *tokens]
-
-    @jax.jit
-    def run(params, x):
-        target = nnx.merge(graph, params).target
-        return target.logits(target.sequence(x).hidden).reshape(MAX_LEN, VOCAB)
-
-    logits = np.asarray(run(model()[1], text), np.float64)[len(prompt) - 1 :][: len(tokens)]
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-
-
 def numbers(result: Completion) -> np.ndarray:
     assert result.logprobs is not None
     return np.array([[one.logprob, *(value for _, value in one.top)] for one in result.logprobs])
 
 
+@pytest.mark.long
 def test_they_are_those_of_a_forward_pass_over_the_text():
     accepted = 0
     for (_, params), result in zip(requests(), answers(), strict=True):
@@ -90,6 +74,7 @@ def test_one_device_reports_the_same():
             np.testing.assert_allclose(numbers(mesh), numbers(single), rtol=0, atol=5e-5)
 
 
+@pytest.mark.long
 def test_a_stop_inside_the_text_and_a_stream():
     (prompt, params), whole = requests()[0], answers()[0]
     at = next(i for i in range(2, len(whole.tokens)) if whole.tokens[i] not in whole.tokens[:i])
@@ -102,6 +87,7 @@ def test_a_stop_inside_the_text_and_a_stream():
     )
 
 
+@pytest.mark.long
 def test_an_aborted_request_has_those_of_its_tokens():
     e = serving()
     key = e.submit([1, 2], SamplingParams(max_tokens=40, logprobs=1))
@@ -109,6 +95,7 @@ def test_an_aborted_request_has_those_of_its_tokens():
     assert e.result(key).logprobs == ()
 
 
+@pytest.mark.long
 def test_the_command_line_asks_its_engine_for_them(monkeypatch, capsys):
     asked = []
 

@@ -13,8 +13,9 @@ import pytest
 from dspark_jax import SamplingParams, load
 from dspark_jax.decode.item import Control
 from dspark_jax.serve.processes import pack, unpack
-from helpers.mesh_model import engine, model
+from helpers.mesh_model import engine, forward, model
 from helpers.mesh_requests import requests
+from helpers.runner import scaled_error
 
 SCRIPT = Path(__file__).parent.parent / "helpers" / "two_processes.py"
 ROOT = SCRIPT.parent.parent.parent
@@ -59,10 +60,26 @@ def test_two_processes_give_the_tokens_of_one_device(folder, mesh, emulated):
     assert {c.finish_reason for c in alone} == {"stop", "length"} and first["busy"] is False
     # A refused request and an aborted one leave the others alone; a device that waited goes on.
     assert "the prompt is empty" in first["refused"] and first["aborted"] == "abort"
+    prompt, tokens, top = first["logprobs"]
+    expected = forward(tuple(prompt), tuple(tokens))
+    best = np.argsort(-expected, axis=1)[:, :4]
+    assert len(tokens) == 8 and [[i for i, _ in row] for row in top] == best.tolist()
+    assert scaled_error([[v for _, v in row] for row in top], np.take_along_axis(expected, best, axis=1)) < 1e-5
     assert first["streamed"] == list(alone[1].tokens) and first["again"] == list(alone[3].tokens)
     assert first["later"] == list(alone[5].tokens)
     assert second["here"] == ["requests enter at process 0, and this is process 1; call follow() here"] * 4
     assert first["compiled"] == second["compiled"] == []
+
+
+@pytest.mark.long
+def test_a_load_is_served_by_two_processes(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "def read_lines(path):"}) + "\n")
+    options = ("--processes", "2", "--mesh", "2x1", "--emulate-devices", "1")
+    done = launch(*options, "--", "bench", "serve", f"--prompts={prompts}", "--requests=3", "--max-tokens=9", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["tokens"], report["mesh"], len(report["busy"])) == (27, "2x1", 2) and min(report["busy"]) > 0
 
 
 FAILING = """

@@ -7,6 +7,7 @@ from dspark_jax.decode.schedule.algorithm1 import EarlyStop
 from dspark_jax.decode.schedule.buckets import bucket_index, bucket_sizes, packed_rows
 from dspark_jax.decode.schedule.cost import StepCost, expected_rate
 from dspark_jax.decode.schedule.interface import Block, Schedule, Scheduler, survival
+from dspark_jax.decode.schedule.ordered import Ordered
 from dspark_jax.decode.schedule.production import StaleSize
 from dspark_jax.decode.schedule.threshold import FixedLength, Threshold
 
@@ -14,6 +15,7 @@ __all__ = [
     "Block",
     "EarlyStop",
     "FixedLength",
+    "Ordered",
     "Schedule",
     "Scheduler",
     "StaleSize",

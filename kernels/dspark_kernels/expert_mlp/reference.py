@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from dspark_kernels.block_scaled import BlockScaled, widened
 from dspark_kernels.precision import einsum
 
 
@@ -21,17 +22,19 @@ def expert_mlp(
     x: Float[Array, "B d"],
     ids: Int[Array, "B k"],
     weights: Float32[Array, "B k"],
-    w1: Float[Array, "E d f"],
-    w3: Float[Array, "E d f"],
-    w2: Float[Array, "E f d"],
+    w1: Float[Array, "E d f"] | BlockScaled,
+    w3: Float[Array, "E d f"] | BlockScaled,
+    w2: Float[Array, "E f d"] | BlockScaled,
     *,
     limit: float,
 ) -> Float32[Array, "B d"]:
     """Weighted sum over each row's chosen experts of `w2(weight * swiglu(w1 x, w3 x))`, in fp32.
 
     `ids` outside [0, E) contribute nothing, so a rank passes its experts' local ids. Rows must be finite. The routing
-    weight multiplies before `w2`, as in the reference inference code.
+    weight multiplies before `w2`, as in the reference inference code. Block-scaled weights are widened to x's dtype, all
+    experts at once: they are small where they are kept, not while they are used.
     """
+    w1, w3, w2 = (widened(w, x.dtype) for w in (w1, w3, w2))
     experts = w1.shape[0]
     dense = jnp.sum(jax.nn.one_hot(ids, experts, dtype=jnp.float32) * weights[:, :, None], axis=1)
     gate = einsum("bd,edf->ebf", x, w1).astype(x.dtype).astype(jnp.float32)
