@@ -183,7 +183,8 @@ def _measure(timer: RingTimer, cell: tuple[int, int, int], draft: bool, calls: i
         timer.call()
     seconds, outputs = timer.timed(calls)
     for output in outputs:
-        ran, valid = np.unique(output.bucket), np.unique(np.asarray(output.rows).sum(axis=2) / ring.spec.expert)
+        ran = np.unique(np.asarray(output.bucket))
+        valid = np.unique(np.asarray(output.rows).sum(axis=2) / ring.spec.expert)
         if (*ran, *valid) != (bucket, rows):
             raise RuntimeError(f"a step should have had {rows} rows in bucket {bucket}; it had {valid} in {ran}")
     return seconds / (calls * timer.ticks)

@@ -261,7 +261,7 @@ def read_target(folder: Path, config: TargetConfig, draft: DraftConfig) -> Deeps
     return nnx.merge(graph, nnx.split(target)[1])
 
 
-def _between(before: np.ndarray, after: jax.Array, share: float) -> jax.Array:
+def _between(before: np.ndarray, after: jax.Array, share: float) -> jax.typing.ArrayLike:
     """The point at `share` of the way between two weights; integer tables stay as they are.
 
     Half-way weights keep most of what a fine-tuning gains and lose less of what was there (Wortsman et al. 2022).
