@@ -61,6 +61,7 @@ def test_json_on_a_mesh_has_the_keys_and_the_answer_of_one_device(run, compare):
     assert not compare or (found["identical"] is True and found["plain_tokens_per_second"] > 0)
 
 
+@pytest.mark.long
 def test_text_on_a_mesh_is_streamed_and_summed_up(run):
     (answer,) = lm().generate(["abc"], SamplingParams(max_tokens=20))
     code, out, err = run(*OPTIONS, "--mesh", "2x1", devices=2, load=no_batch)

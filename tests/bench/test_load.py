@@ -155,6 +155,7 @@ def check(found: dict, requests: int, pipe: int = 1, lengths=(2, 3)) -> None:
     assert len(point["step_seconds"]) == len(point["buckets"]) == len(lengths) and min(point["step_seconds"]) > 0
 
 
+@pytest.mark.long
 def test_a_load_of_a_real_model(short, tmp_path, monkeypatch, capsys):
     model = Model(
         "tiny", short, tiny.DRAFT, tiny.weights(), jnp.dtype("float32"), Texts(((1, 2, 3, 4, 5, 1, 2), (3,)), 1.0, 0), None, 4

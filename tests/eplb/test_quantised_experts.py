@@ -101,6 +101,7 @@ def test_memory_is_planned_for_codes_and_scales(folder):
         assert codes / numbers < (0.6 if kind == "fp4" else 1.01)  # 1/2 byte, and a byte for 32 numbers or fewer
 
 
+@pytest.mark.long
 def test_the_same_tokens_and_logits_as_dequantised_and_not_placed(folder):
     """Rotated with eight more slots from the files, then moved to random replicas."""
     expected = outputs(make(folder("fp4", 1), 1, 2))

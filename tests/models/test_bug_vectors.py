@@ -97,7 +97,7 @@ class Spy:
         position = jnp.where(keep, rows.position, -1)
         return jnp.pad(rows.to_lanes(position), ((0, 0), (0, 8 - rows.width)), constant_values=-1)
 
-    def propose(self, anchor, position, active, sampling, cache):
+    def propose(self, anchor, position, active, sampling, cache, draft_noise):
         slots = anchor.shape[0]
         tokens = jnp.zeros((slots, self.gamma), jnp.int32)
         confidence = jnp.stack([position, anchor, active, position], axis=1).astype(jnp.float32)

@@ -143,7 +143,7 @@ class PositionDrafter:
     def write_context(self, context, rows, keep, cache):
         return cache
 
-    def propose(self, anchor, position, active, sampling, cache):
+    def propose(self, anchor, position, active, sampling, cache, draft_noise):
         token = (position[:, None] + self.first + jnp.arange(self.block_size)) % ticks.VOCAB
         logits = jnp.where(jnp.arange(ticks.VOCAB) == token[..., None], 0.0, -jnp.inf).astype(jnp.bfloat16)
         return Proposal(token, logits, jnp.zeros(token.shape))

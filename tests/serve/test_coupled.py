@@ -13,7 +13,7 @@ from dspark_jax.serve.engine import Engine
 from helpers.scheduled_model import GAMMA, MAX_LEN, NAMES, SLOTS, TOP, check_coupled, chosen, engine, lm
 
 TEMPERATURE = 0.7
-MESHES = [(1, 2), *(pytest.param(mesh, marks=pytest.mark.long) for mesh in ((1, 1), (2, 1), (2, 2)))]
+MESHES = [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 
 def asked(name: str) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -26,6 +26,7 @@ def answers(e: Engine, name: str) -> list[Completion]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda m: f"{m[0]}x{m[1]}")
 def test_the_text_is_the_targets_choice(mesh):
     """Checked by a pass over each whole text, without a cache, a drafter or a schedule."""

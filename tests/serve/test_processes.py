@@ -84,11 +84,15 @@ def test_a_load_is_served_by_two_processes(tmp_path):
 
 FAILING = """
 import sys, time
+from pathlib import Path
 from dspark_jax.parallel.distributed import initialize
 initialize()
 import jax
 print("process", jax.process_index(), "of", jax.process_count(), flush=True)
+Path(f"{sys.argv[0]}.{jax.process_index()}").touch()
 if jax.process_index() == int(sys.argv[1]):
+    while not Path(f"{sys.argv[0]}.{1 - jax.process_index()}").exists():
+        time.sleep(0.05)
     sys.exit(7)
 time.sleep(600)
 """
