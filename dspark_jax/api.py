@@ -13,8 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dspark_jax.checkpoint import layout
-from dspark_jax.checkpoint.reader import Weights, read_checkpoint, read_tokenizer
+from dspark_jax.checkpoint.reader import Weights, open_checkpoint, read_tokenizer
 from dspark_jax.compilation_cache import use_default_cache
 from dspark_jax.config import DraftConfig, TargetConfig
 from dspark_jax.decode.batch import BatchDecoder, Commit, Request
@@ -95,17 +94,9 @@ def load(
     source = schedule_source(scheduler, profile, temperatures, unsigned)
     mesh = make_mesh() if mesh is None else mesh
     default = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else jnp.bfloat16
-
-    def place(path: layout.Path, array: np.ndarray) -> Any:
-        if source is not None:  # stays on the host until LM has checked what belongs to these weights
-            return array
-        if "experts" not in path:
-            return jax.device_put(array, NamedSharding(mesh, PartitionSpec()))
-        check_mesh(mesh, array.shape[0])
-        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(EXPERT)))
-
     dtype = default if dtype is None else dtype
-    read = read_checkpoint(folder, dtype=dtype, axis=EXPERT, place=place, weights=weights)
+    # LM reads the weights, when it has checked everything else.
+    read = open_checkpoint(folder, dtype=dtype, axis=EXPERT, weights=weights)
     tokenizer = read_tokenizer(folder)
     return LM(
         read.config, read.draft, read.graph, read.params, tokenizer, mesh=mesh, max_len=max_len, scheduler=source,
@@ -168,7 +159,12 @@ class LM:
         if self._schedule is not None:
             self._schedule.check(draft, fingerprint_of(config, draft, params, self.mesh), params)
         specs = param_specs(params)
-        self._params = jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(self.mesh, s)), params, specs)
+
+        def place(param: Any, spec: PartitionSpec) -> jax.Array:
+            host = param if isinstance(param, jax.Array) else np.asarray(param)  # of a checkpoint, it is read here
+            return jax.device_put(host, NamedSharding(self.mesh, spec))
+
+        self._params = jax.tree.map(place, params, specs)
         self._graph = graph
         self.config, self.draft_config, self.tokenizer = config, draft, as_tokenizer(tokenizer)
         self._reader = RequestReader(config, self.tokenizer, self.max_len)
