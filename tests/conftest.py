@@ -41,8 +41,22 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Tracing makes millions of objects that live on; looking through them for cycles every 700 takes a tenth of its time.
 gc.set_threshold(200_000, 20, 20)
 
+import jax  # noqa: E402
+import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 # The first example of a test compiles, so time limits on single examples say nothing; the same examples on every run.
 settings.register_profile("dspark", deadline=None, derandomize=True, database=None)
 settings.load_profile("dspark")
+
+MAPPINGS = 25_000  # of memory, from which on programs are dropped; Linux ends a process that wants more than 65,530
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+    """Drops compiled programs between test modules: each holds some 20 mappings, and a process may not have many."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAPPINGS:
+        jax.clear_caches()
+        gc.collect()

@@ -228,7 +228,7 @@ def test_evaluate_reports_waste(hasty: LM, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", [(), ("--mesh", "2x2")], ids=("one", "2x2"))
+@pytest.mark.parametrize("mesh", [(), ("--mesh", "2x4")], ids=("one", "2x4"))
 def test_generate_reports_lengths_and_waste(mesh, tiny_folder, monkeypatch, capsys):
     found = command(
         monkeypatch, capsys, "generate", "--model", str(tiny_folder), "--prompt", "ABC", "--max-tokens", "12", "--compare",
