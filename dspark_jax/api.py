@@ -1,6 +1,7 @@
 """The Python interface: `load` a model, then `LM.generate` or `LM.stream`."""
 
 import difflib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,15 +14,17 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dspark_jax.chat import ChatTemplate, read_chat
 from dspark_jax.checkpoint.reader import Weights, open_checkpoint, read_tokenizer
 from dspark_jax.compilation_cache import use_default_cache
-from dspark_jax.config import DraftConfig, TargetConfig
+from dspark_jax.config import DraftConfig
+from dspark_jax.config_dense import DenseConfig, ModelConfig
 from dspark_jax.decode.batch import BatchDecoder, Commit, Request
 from dspark_jax.decode.sampling import MAX_LOGPROBS, SamplingParams
 from dspark_jax.decode.schedule_source import SchedulerOption, fingerprint_of, schedule_source
 from dspark_jax.decode.verify import REJECTION, verify_faults
-from dspark_jax.errors import CheckpointError, ConfigError, RequestError, raise_all
-from dspark_jax.parallel.mesh import EXPERT, PIPE, make_mesh, param_specs
+from dspark_jax.errors import CheckpointError, ConfigError, RequestError, memory_for, raise_all
+from dspark_jax.parallel.mesh import EXPERT, PIPE, checked_mesh, param_specs
 from dspark_jax.requests import Params, Prompt, RequestReader
 from dspark_jax.results import Completion, RoundOutput, Tally
 from dspark_jax.text import TextStream, Tokenizer, as_tokenizer
@@ -45,14 +48,25 @@ def model_folder(model: str | Path) -> Path:
 
     Raises CheckpointError that lists the shipped models and near matches.
     """
+    if not isinstance(model, str | os.PathLike):
+        raise CheckpointError(f"model is {model!r:.80}; expected the name of a shipped model or the path of a folder")
     names = shipped_models()
     if isinstance(model, str) and model in names:
         return ASSETS / model
     if str(model) and Path(model).is_dir():
         return Path(model)
+    if str(model).endswith(".gguf") and Path(model).is_file():
+        raise CheckpointError(
+            f"model {str(model)!r} is a GGUF file, which runs by `load` and `dspark-jax generate` on one pipeline rank of one"
+            " process; expected the path of a folder here"
+        )
     near = difflib.get_close_matches(str(model).lower(), names, 1, 0.5)
     known = f"the name of a shipped model ({', '.join(names)})" if names else "a shipped model (none is installed)"
+    from dspark_jax.presets import PRESETS
+
     problem = "is a file" if str(model) and Path(model).is_file() else "not found"
+    if str(model) in PRESETS:
+        problem = "is a preset without weights (for `dspark-jax inspect` and `plan-stages`)"
     raise CheckpointError(
         f"model {str(model)!r} {problem}; expected {known} or the path of a folder with config.json, *.safetensors and"
         " tokenizer.json" + (f"; did you mean {near[0]!r}?" if near else "")
@@ -75,7 +89,7 @@ def load(
     """Reads a model and places its weights.
 
     Args:
-      model: the name of a shipped model, or a checkpoint folder.
+      model: the name of a shipped model, a checkpoint folder, or a GGUF file.
       mesh: from `dspark_jax.parallel.mesh.make_mesh`; one device by default.
       dtype: of activations and weights; float32 on a CPU and bfloat16 elsewhere by default.
       weights: what devices hold of an fp8 or fp4 checkpoint. "dequantised": numbers of `dtype`; the default, because it is the
@@ -89,23 +103,31 @@ def load(
 
     Raises CheckpointError or ConfigError for a model that is missing, damaged or contradictory.
     """
-    folder = model_folder(model)
+    file = Path(model) if str(model).endswith(".gguf") and Path(model).is_file() else None
+    folder = model_folder(model) if file is None else file
     raise_all(ConfigError, "load", verify_faults(verify))
     source = schedule_source(scheduler, profile, temperatures, unsigned)
-    mesh = make_mesh() if mesh is None else mesh
+    mesh = checked_mesh(mesh)
     default = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else jnp.bfloat16
     dtype = default if dtype is None else dtype
     # LM reads the weights, when it has checked everything else.
-    read = open_checkpoint(folder, dtype=dtype, axis=EXPERT, weights=weights)
-    tokenizer = read_tokenizer(folder)
+    if file is None:
+        read, tokenizer = open_checkpoint(folder, dtype=dtype, axis=EXPERT, weights=weights), read_tokenizer(folder)
+        chat = read_chat(folder, tokenizer)
+    else:
+        from dspark_jax.checkpoint.gguf_file import open_gguf  # its package is an extra
+
+        read, tokenizer, chat = open_gguf(file, dtype=dtype)
     return LM(
         read.config, read.draft, read.graph, read.params, tokenizer, mesh=mesh, max_len=max_len, scheduler=source,
-        verify=verify,
+        verify=verify, chat=chat,
     )  # fmt: skip
 
 
 def check_mesh(mesh: Mesh, experts: int) -> None:
-    """Raises ConfigError for a mesh that a model with so many routed experts cannot generate on."""
+    """Raises ConfigError for a mesh that a model with so many routed experts cannot generate on; 0 of a dense model, of
+    which every device has a copy.
+    """
     faults = []
     if mesh.shape[PIPE] != 1:
         faults.append(f"pipe is {mesh.shape[PIPE]}; this version generates on one pipeline stage: use pipe = 1")
@@ -119,10 +141,12 @@ class LM:
 
     Args:
       config, draft: configurations; `draft` is None for a model without a drafter.
-      graph, params: `nnx.split` of the `SpeculativeLM`, built with `axis="expert"` (None will do on one device).
+      graph, params: `nnx.split` of the `SpeculativeLM` or `DenseLM`, the former built with `axis="expert"` (None will do on
+        one device).
       tokenizer: has `encode(text)` and `decode(ids)`, without special tokens; a `tokenizers.Tokenizer` will do.
       mesh, max_len, scheduler, profile, temperatures, unsigned, verify: as for `load`.
       chunk: prompt tokens of one prefill call and request.
+      chat: the model's chat template; `lm.chat.encode(messages)` is a prompt. None where the model has none.
       rounds_per_call: decoding rounds of one device call; 1 on a CPU (rounds behind a stop are not run), else 8.
 
     Programs are compiled for power-of-two numbers of requests, of positions and of alternatives (`logprobs`) when they are
@@ -131,7 +155,7 @@ class LM:
 
     def __init__(
         self,
-        config: TargetConfig,
+        config: ModelConfig,
         draft: DraftConfig | None,
         graph: nnx.GraphDef,
         params: nnx.State,
@@ -146,16 +170,18 @@ class LM:
         temperatures: str | Path | None = None,
         unsigned: bool = False,
         verify: str = REJECTION,
+        chat: ChatTemplate | None = None,
     ):
+        self.chat = chat
         self._schedule = schedule_source(scheduler, profile, temperatures, unsigned)
         raise_all(ConfigError, "LM", verify_faults(verify))
         self.verify = verify
         limit = config.max_position_embeddings
         self.max_len = min(limit, 4096) if max_len is None else max_len
-        if not 2 <= self.max_len <= limit:
+        if not isinstance(self.max_len, int | np.integer) or not 2 <= self.max_len <= limit:
             raise ConfigError(f"max_len is {max_len!r}; expected 2 … {limit}, the model's max_position_embeddings")
-        self.mesh = make_mesh() if mesh is None else mesh
-        check_mesh(self.mesh, config.n_routed_experts)
+        self.mesh = checked_mesh(mesh)
+        check_mesh(self.mesh, 0 if isinstance(config, DenseConfig) else config.n_routed_experts)
         if self._schedule is not None:
             self._schedule.check(draft, fingerprint_of(config, draft, params, self.mesh), params)
         specs = param_specs(params)
@@ -164,7 +190,8 @@ class LM:
             host = param if isinstance(param, jax.Array) else np.asarray(param)  # of a checkpoint, it is read here
             return jax.device_put(host, NamedSharding(self.mesh, spec))
 
-        self._params = jax.tree.map(place, params, specs)
+        with memory_for("placing the weights"):
+            self._params = jax.tree.map(place, params, specs)
         self._graph = graph
         self.config, self.draft_config, self.tokenizer = config, draft, as_tokenizer(tokenizer)
         self._reader = RequestReader(config, self.tokenizer, self.max_len)
@@ -301,7 +328,8 @@ class LM:
                     schedule, self.verify,
                 )  # fmt: skip
             decoder = self._decoders[key]
-        decoder.compile(self._params, modes)
+        with memory_for("making caches and program"):
+            decoder.compile(self._params, modes)
         return decoder
 
     def _alternatives(self, requests: Sequence[Request]) -> int | None:

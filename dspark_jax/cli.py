@@ -13,12 +13,15 @@ import typer
 from dspark_jax import __version__
 from dspark_jax.cli_bench import app as bench_app
 from dspark_jax.cli_calibrate import calibrate
-from dspark_jax.cli_devices import EmulateOption, MeshOption, PlacementOption, chosen_mesh, stage_ranges
+from dspark_jax.cli_devices import EmulateOption, MeshOption, PlacementOption, WeightsOption, chosen_mesh, stage_ranges
 from dspark_jax.cli_eplb_run import app as eplb_app
 from dspark_jax.cli_guard import INTERRUPTED, guarded
+from dspark_jax.cli_inspect import inspect
 from dspark_jax.cli_launch import launch
+from dspark_jax.cli_loading import loading
 from dspark_jax.cli_mesh import plan_stages
 from dspark_jax.cli_profile import profile
+from dspark_jax.cli_quantise import quantise
 from dspark_jax.cli_schedule import (
     ProfileOption,
     SchedulerOption,
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from dspark_jax.api import LM
+    from dspark_jax.checkpoint.reader import Weights
     from dspark_jax.cli_engine import EngineRunner
     from dspark_jax.decode.logprobs import TokenLogprobs
     from dspark_jax.decode.sampling import SamplingParams
@@ -89,7 +93,7 @@ def root(
 @app.command()
 @guarded
 def generate(
-    model: Annotated[str, typer.Option(help="A shipped model's name, or a checkpoint folder.")] = "nano",
+    model: Annotated[str, typer.Option(help="A shipped model's name, a checkpoint folder, or a GGUF file.")] = "nano",
     prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from this UTF-8 file.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
@@ -105,6 +109,7 @@ def generate(
     mesh: MeshOption = None,
     emulate_devices: EmulateOption = None,
     placement: PlacementOption = None,
+    weights: WeightsOption = "dequantised",
     scheduler: SchedulerOption = None,
     profile: ProfileOption = None,
     temperatures: TemperaturesOption = None,
@@ -129,11 +134,14 @@ def generate(
     )
     raise_all(RequestError, "sampling parameters", params.faults())
     schedule = schedule_of(scheduler, profile, temperatures, unsigned, draft=not no_draft)
-    lm = _generator(model, *chosen_mesh(mesh, emulate_devices), logprobs, placement, schedule, verify)
-    if compare and lm.draft_config is None:
-        raise RequestError(f"--compare needs a drafter, and the model {model!r} has none; remove --compare")
+    lm = _generator(model, *chosen_mesh(mesh, emulate_devices), logprobs, placement, schedule, verify, weights)
     from dspark_jax.cli_engine import EngineRunner
 
+    if isinstance(lm, EngineRunner):
+        with loading():
+            lm.open([True, False] if compare else [not no_draft])
+    if compare and lm.draft_config is None:
+        raise RequestError(f"--compare needs a drafter, and the model {model!r} has none; remove --compare")
     if isinstance(lm, EngineRunner) and lm.follows:
         lm.follow([text], params, speculate=_modes(lm, not no_draft, compare)[1])
     elif as_json:
@@ -156,6 +164,7 @@ def evaluate(
     batch: Annotated[int, typer.Option(help="Prompts decoded side by side.")] = 8,
     mesh: MeshOption = None,
     emulate_devices: EmulateOption = None,
+    weights: WeightsOption = "dequantised",
     scheduler: SchedulerOption = None,
     profile: ProfileOption = None,
     temperatures: TemperaturesOption = None,
@@ -182,13 +191,14 @@ def evaluate(
             f" `dspark-jax bench serve --mesh {shape}`, which reports tokens a round on any mesh"
         )
     schedule = schedule_of(scheduler, profile, temperatures, unsigned)
-    lm = load(model, mesh=devices, scheduler=schedule, verify=verify)
+    with loading():
+        lm = load(model, mesh=devices, scheduler=schedule, verify=verify, weights=weights)
     display = Display()
     with display.waiting("evaluating"):
         found = evaluation.evaluate(lm, chosen, params, batch=batch)
     if as_json:
         settings = {"model": model, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-        settings |= {"max_tokens": max_tokens, "batch": batch, "scheduler": scheduler, "verify": verify}
+        settings |= {"max_tokens": max_tokens, "batch": batch, "scheduler": scheduler, "verify": verify, "weights": weights}
         print(json.dumps({**settings, "results": [e.as_dict() for e in found]}))
     else:
         display.evaluation(found)
@@ -202,6 +212,7 @@ def _generator(
     placement: Path | None = None,
     schedule: "ScheduleSource | None" = None,
     verify: str = "rejection",
+    weights: "Weights" = "dequantised",
 ) -> "Generator":
     """The batch interface on one pipeline rank of one process; an engine on more, and to place experts."""
     check_processes(mesh)
@@ -210,10 +221,11 @@ def _generator(
     if mesh is None or (shape.pipe == 1 and not requested() and placement is None):
         from dspark_jax.api import load
 
-        return load(model, mesh=mesh, scheduler=schedule, verify=verify)
+        with loading():
+            return load(model, mesh=mesh, scheduler=schedule, verify=verify, weights=weights)
     from dspark_jax.cli_engine import EngineRunner
 
-    return EngineRunner(model, mesh, stage_ranges(shape, model), logprobs, placement, schedule, verify)
+    return EngineRunner(model, mesh, stage_ranges(shape, model), logprobs, placement, schedule, verify, weights)
 
 
 def _prompt_text(prompt: str | None, path: Path | None) -> str:
@@ -313,6 +325,8 @@ def _generate_shown(
 
 
 app.command("plan-stages")(plan_stages)
+app.command("inspect")(inspect)
+app.command("quantise")(quantise)
 app.command("calibrate")(calibrate)
 app.command("profile")(profile)
 app.command("launch")(launch)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dspark_jax.cli_devices import EmulateOption, MeshOption, PlacementOption, chosen_mesh, stage_ranges
+from dspark_jax.cli_devices import EmulateOption, MeshOption, PlacementOption, WeightsOption, chosen_mesh, stage_ranges
 from dspark_jax.cli_guard import guarded
+from dspark_jax.cli_loading import loading
 from dspark_jax.cli_schedule import (
     ProfileOption,
     SchedulerOption,
@@ -45,6 +46,7 @@ def serve(
     mesh: MeshOption = None,
     emulate_devices: EmulateOption = None,
     placement: PlacementOption = None,
+    weights: WeightsOption = "dequantised",
     scheduler: SchedulerOption = None,
     profile: ProfileOption = None,
     temperatures: TemperaturesOption = None,
@@ -81,10 +83,11 @@ def serve(
     schedule = schedule_of(scheduler, profile, temperatures, unsigned, draft=not no_draft, measurable=True)
     shape, devices = chosen_mesh(mesh, emulate_devices)
     check_processes(devices)
-    engine = Engine(
-        model, mesh=devices, stages=stage_ranges(shape, model), slots=slots, speculate=not no_draft, placement=placement,
-        scheduler=schedule, verify=verify,
-    )  # fmt: skip
+    with loading():
+        engine = Engine(
+            model, mesh=devices, stages=stage_ranges(shape, model), slots=slots, speculate=not no_draft, placement=placement,
+            scheduler=schedule, verify=verify, weights=weights,
+        )  # fmt: skip
     if engine.follows:
         engine.follow()
         return
@@ -99,6 +102,7 @@ def serve(
         settings: dict[str, Any] = {"model": model, "mesh": str(shape), "slots": engine.slots, "rate": rate}
         settings |= {"requests": requests, "seed": seed, "max_tokens": max_tokens, "temperature": temperature}
         settings |= {"top_k": top_k, "top_p": top_p, "gamma": engine.gamma, "scheduler": scheduler, "verify": verify}
+        settings["weights"] = weights
         print(json.dumps(settings | report.as_dict()))
     else:
         display.out.print(_table(report, f"{model} on mesh {shape}, {engine.slots} slots"))

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dspark_jax.cli_devices import EmulateOption, MeshOption, chosen_mesh
+from dspark_jax.cli_devices import EmulateOption, MeshOption, WeightsOption, chosen_mesh
 from dspark_jax.cli_guard import guarded
+from dspark_jax.cli_loading import loading
 from dspark_jax.errors import ConfigError, RequestError
 from dspark_jax.parallel.distributed import requested
 
@@ -35,6 +36,7 @@ def calibrate(
     plot: Annotated[Path | None, typer.Option(help="Draw the reliability before and after here.")] = None,
     mesh: MeshOption = None,
     emulate_devices: EmulateOption = None,
+    weights: WeightsOption = "dequantised",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Fit one temperature a draft position so that the drafter's confidence says how often drafts survive.
@@ -69,7 +71,8 @@ def calibrate(
             f"calibrate works on one pipeline rank, and mesh {shape} has pipe = {shape.pipe}; use 1x{shape.devices}: the"
             " temperatures hold on every mesh"
         )
-    lm = load(model, mesh=devices)
+    with loading():
+        lm = load(model, mesh=devices, weights=weights)
     display = Display()
     with display.waiting("decoding"):
         recording = record.record(lm, [p.prompt for p in chosen], params, samples=samples, batch=batch)

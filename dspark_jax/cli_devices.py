@@ -1,7 +1,7 @@
 """`--mesh` and `--emulate-devices`: from the command line to a mesh. Devices are emulated before JAX starts."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -22,6 +22,10 @@ EmulateOption = Annotated[
 ]
 PlacementOption = Annotated[
     Path | None, typer.Option("--placement", help="Load-balancer file (YAML): expert slots of every layer.")
+]
+WeightsOption = Annotated[
+    Literal["dequantised", "quantised"],
+    typer.Option("--weights", help="Of an fp8 or fp4 checkpoint: dequantised, or quantised: devices keep the experts' codes."),
 ]
 
 

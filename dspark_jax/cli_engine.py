@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 from jax.sharding import Mesh
 
+from dspark_jax.checkpoint.reader import Weights
 from dspark_jax.config import DraftConfig
 from dspark_jax.decode.sampling import SamplingParams
 from dspark_jax.decode.schedule_source import SchedulerOption
@@ -25,7 +26,7 @@ class EngineRunner:
       model: a shipped model's name, or a checkpoint folder.
       mesh: from `make_mesh`.
       stages: the half-open range of target layers of every pipe rank; by default the engine's choice.
-      max_logprobs, placement, scheduler, verify: as for `Engine`; plain decoding has no scheduler.
+      max_logprobs, placement, scheduler, verify, weights: as for `Engine`; plain decoding has no scheduler.
     """
 
     def __init__(
@@ -37,9 +38,11 @@ class EngineRunner:
         placement: PlacementSource | None = None,
         scheduler: SchedulerOption | None = None,
         verify: str = REJECTION,
+        weights: Weights = "dequantised",
     ):
         self.model, self.mesh, self.stages, self.max_logprobs = model, mesh, stages, max_logprobs
         self.placement, self.scheduler, self.verify = placement, scheduler, verify
+        self.weights: Weights = weights
         self._engines: dict[bool, Engine] = {}
         # Whether this process has to call `follow` where process 0 calls `compile` and `generate`.
         self.follows = spans_processes(mesh) and jax.process_index() > 0
@@ -50,7 +53,7 @@ class EngineRunner:
             self._engines[speculate] = Engine(
                 self.model, mesh=self.mesh, stages=self.stages, slots=slots, speculate=speculate,
                 max_logprobs=self.max_logprobs, placement=self.placement,
-                scheduler=self.scheduler if speculate else None, verify=self.verify,
+                scheduler=self.scheduler if speculate else None, verify=self.verify, weights=self.weights,
             )  # fmt: skip
         return self._engines[speculate]
 
@@ -58,6 +61,11 @@ class EngineRunner:
     def draft_config(self) -> DraftConfig | None:
         """The model's drafter."""
         return self._engine(True).draft_config
+
+    def open(self, speculate: Iterable[bool]) -> None:
+        """Makes the engines of these modes, which reads the weights."""
+        for mode in speculate:
+            self._engine(mode)
 
     def follow(self, prompts: Sequence[Prompt], params: SamplingParams, *, speculate: Sequence[bool]) -> None:
         """Takes part in process 0's `compile` with these arguments, and then one `generate` for every mode."""

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dspark_jax.cli_devices import EmulateOption, MeshOption, chosen_mesh, stage_ranges
+from dspark_jax.cli_devices import EmulateOption, MeshOption, WeightsOption, chosen_mesh, stage_ranges
 from dspark_jax.cli_eplb import app, model_layers, show_reports
 from dspark_jax.cli_guard import guarded
+from dspark_jax.cli_loading import loading
 from dspark_jax.errors import ConfigError, RequestError, raise_all
 from dspark_jax.parallel.distributed import check_processes
 
@@ -36,6 +37,7 @@ def collect(
     model: _Model = "nano",
     mesh: MeshOption = None,
     emulate_devices: EmulateOption = None,
+    weights: WeightsOption = "dequantised",
     iterations: Annotated[
         str | None, typer.Option(help='First iteration and first not to count, "100-200"; by default the whole run.')
     ] = None,
@@ -53,9 +55,11 @@ def collect(
     check_processes(devices)
     from dspark_jax.serve.engine import Engine
 
-    engine = Engine(
-        model, mesh=devices, stages=stage_ranges(shape, model), slots=slots, speculate=not no_draft, count_experts=window
-    )
+    with loading():
+        engine = Engine(
+            model, mesh=devices, stages=stage_ranges(shape, model), slots=slots, speculate=not no_draft, count_experts=window,
+            weights=weights,
+        )  # fmt: skip
     if engine.follows:
         engine.follow()
         return
@@ -82,6 +86,7 @@ def apply(
     mesh: Annotated[str, typer.Option("--mesh", help="Pipe x expert ranks, such as 1x4, or a mesh file (YAML).")],
     model: _Model = "nano",
     emulate_devices: EmulateOption = None,
+    weights: WeightsOption = "dequantised",
     kind: _Kind = None,
     slots: _Slots = None,
     max_tokens: _MaxTokens = 128,
@@ -102,7 +107,10 @@ def apply(
     placement = resolve_placement(config, layers, shape.expert)
     from dspark_jax.serve.engine import Engine
 
-    engine = Engine(model, mesh=devices, stages=stage_ranges(shape, model), slots=slots, count_experts=EVERY)
+    with loading():
+        engine = Engine(
+            model, mesh=devices, stages=stage_ranges(shape, model), slots=slots, count_experts=EVERY, weights=weights
+        )
     plain = _answers(engine, texts, params)
     assert engine.expert_counter is not None and placement is not None
     found = engine.expert_counter.statistics()

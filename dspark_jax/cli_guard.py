@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from dspark_jax.errors import DSparkError
+from dspark_jax.errors import DSparkError, is_out_of_memory
 
 BAD_INPUT, INTERRUPTED = 2, 130
 
@@ -26,11 +26,20 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
             command(*args, **kwargs)
         except DSparkError as error:
             stop(f"error: {error}", BAD_INPUT)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = " ".join(str(error).split())[:200]
+            stop(f"error: out of memory ({reason}); `dspark-jax inspect` shows what a model takes", BAD_INPUT)
         except KeyboardInterrupt:
             stop("interrupted", INTERRUPTED)
         except BrokenPipeError:
             # The reader of our output has gone. Python would complain once more when it closes stdout.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(1) from None
+        except OSError as error:
+            if error.filename is None:
+                raise
+            stop(f"error: {str(error.filename)!r}: {error.strerror}; check the path and its permissions", BAD_INPUT)
 
     return run

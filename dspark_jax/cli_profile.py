@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dspark_jax.cli_devices import EmulateOption, MeshOption, PlacementOption, chosen_mesh, stage_ranges
+from dspark_jax.cli_devices import EmulateOption, MeshOption, PlacementOption, WeightsOption, chosen_mesh, stage_ranges
 from dspark_jax.cli_guard import guarded
+from dspark_jax.cli_loading import loading
 from dspark_jax.errors import ConfigError, RequestError, raise_all
 from dspark_jax.parallel.distributed import requested
 
@@ -22,6 +23,7 @@ def profile(
     mesh: MeshOption = None,
     emulate_devices: EmulateOption = None,
     placement: PlacementOption = None,
+    weights: WeightsOption = "dequantised",
     slots: Annotated[int | None, typer.Option(help="Requests side by side; by default 8 for every device.")] = None,
     buckets: Annotated[
         str | None, typer.Option(help="Rows of an expert rank to measure, 8,16,32; by default quarters of whole blocks.")
@@ -55,10 +57,11 @@ def profile(
         from dspark_jax.serve.engine import Engine
 
         shape, devices = chosen_mesh(mesh, emulate_devices)
-        engine = Engine(
-            model, mesh=devices, stages=stage_ranges(shape, model), slots=slots, placement=placement, scheduler="stale-size",
-            profile="measure", buckets=rows,
-        )  # fmt: skip
+        with loading():
+            engine = Engine(
+                model, mesh=devices, stages=stage_ranges(shape, model), slots=slots, placement=placement,
+                scheduler="stale-size", profile="measure", buckets=rows, weights=weights,
+            )  # fmt: skip
         with display.waiting("profiling") as status:
             times = engine.measure_steps(repeats, None if status is None else lambda text: status.update(f"{text} …"))
         if out is not None:

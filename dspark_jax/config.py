@@ -12,6 +12,8 @@ from dspark_jax.errors import CheckpointError, ConfigError, raise_all
 
 HeadKind = Literal["markov", "gated", "rnn", "none"]
 ExpertWeights = Literal["dense", "fp4", "fp8"]
+MOST = 2**31 - 1  # positions, ids and sizes are 32-bit integers
+DENSE_FAMILIES = ("qwen3", "llama")  # see `config_dense`
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,11 @@ class TargetConfig:
         """Channels that one group of the output projection reads."""
         return self.num_attention_heads * self.head_dim // self.o_groups
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that end an answer."""
+        return (self.eos_token_id,)
+
 
 @dataclass(frozen=True)
 class DraftConfig:
@@ -109,9 +116,9 @@ class DraftConfig:
         """What makes these stages impossible on `target`: wrong types, or with all types right the contradictions."""
         found = []
         for name in ("block_size", "noise_token_id", "markov_rank"):
-            if not _is_int(value := getattr(self, name)):
+            if not is_int(value := getattr(self, name)):
                 found.append(f"dspark_{name} is {value!r}; expected an integer")
-        if not _is_int(self.num_stages):
+        if not is_int(self.num_stages):
             found.append(f"num_stages is {self.num_stages!r}; expected an integer")
         if not _is_ints(self.target_layer_ids):
             found.append(f"dspark_target_layer_ids is {self.target_layer_ids!r}; expected a list of integers")
@@ -121,8 +128,11 @@ class DraftConfig:
         return found or list(self._contradictions(target))
 
     def _contradictions(self, target: TargetConfig) -> Iterator[str]:
-        if self.block_size < 1:
-            yield f"dspark_block_size is {self.block_size}; expected at least 1"
+        if not 1 <= self.block_size < target.max_position_embeddings:
+            yield (
+                f"dspark_block_size is {self.block_size}; expected at least 1, and less than max_position_embeddings ="
+                f" {target.max_position_embeddings}"
+            )
         if self.num_stages < 1:
             yield f"the checkpoint has {self.num_stages} mtp.* stages; expected at least 1 beside dspark_block_size"
         if not 0 <= self.noise_token_id < target.vocab_size:
@@ -163,19 +173,21 @@ _FIXED = {
 }
 
 
-def _is_int(value: Any) -> TypeGuard[int]:
+def is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_ints(value: Any) -> TypeGuard[Sequence[int]]:
-    return isinstance(value, tuple | list) and all(_is_int(v) for v in value)
+    return isinstance(value, tuple | list) and all(is_int(v) for v in value)
 
 
 def _number_fault(name: str, kind: Any, value: Any, least: int) -> str | None:
     if kind is int:
         wanted = "a positive integer" if least else "an integer of at least 0"
-        return None if _is_int(value) and value >= least else f"{name} is {value!r}; expected {wanted}"
-    sound = isinstance(value, float) or _is_int(value)
+        if is_int(value) and value > MOST:
+            wanted += f" of at most {MOST}"
+        return None if is_int(value) and least <= value <= MOST else f"{name} is {value!r}; expected {wanted}"
+    sound = isinstance(value, float) or is_int(value)
     if not sound or not 0 < value < math.inf:
         return f"{name} is {value!r}; expected a positive number"
     return None
@@ -247,6 +259,11 @@ def target_from_hf(config: Mapping[str, Any], source: str = "config.json") -> Ta
     """
     family = config.get("model_type")
     if family != "deepseek_v4":
+        if family in DENSE_FAMILIES:
+            raise ConfigError(
+                f"{source}: model_type is {family!r}; expected 'deepseek_v4' here: dense models run by `load` and"
+                " `dspark-jax generate` on one pipeline rank of one process"
+            )
         other = " (V4.1 is another architecture under a similar name)" if family == "deepseek_v41" else ""
         raise ConfigError(
             f"{source}: model_type is {family!r}{other}; expected 'deepseek_v4', other families are not supported"
@@ -261,7 +278,7 @@ def target_from_hf(config: Mapping[str, Any], source: str = "config.json") -> Ta
         faults.append(f"lacks {', '.join(missing)}; use the config.json published with the weights")
     values = {name: config[name] for name in [*_PLAIN, "compress_ratios"] if config.get(name) is not None}
     ratios, layers = values.get("compress_ratios"), values.get("num_hidden_layers")
-    if _is_ints(ratios) and _is_int(layers) and layers > 0:
+    if _is_ints(ratios) and is_int(layers) and layers > 0:
         values["compress_ratios"] = tuple(ratios[:layers])
         if any(ratios[layers:]):
             faults.append(

@@ -1,6 +1,7 @@
 """Errors that users meet: each message names the field, its value, what was expected and the remedy."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 class DSparkError(ValueError):
@@ -17,6 +18,30 @@ class CheckpointError(DSparkError):
 
 class RequestError(DSparkError):
     """A prompt or its sampling parameters cannot be served."""
+
+
+class DeviceMemoryError(DSparkError):
+    """Weights, state or a program need more memory than there is."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, or JAX on any device, ran out of memory."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error))
+
+
+@contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Raises DeviceMemoryError where the block runs out of memory."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise DeviceMemoryError(
+            f"out of memory {what} ({reason}); use more devices, fewer slots or requests side by side, a shorter max_len, or"
+            " quantised weights; `dspark-jax inspect` shows what a model takes"
+        ) from error
 
 
 def raise_all(kind: type[DSparkError], subject: str, faults: Sequence[str]) -> None:

@@ -82,7 +82,7 @@ def model_configs(model: str) -> Configs:
     """
     if model in PRESETS:
         return PRESETS[model]()
-    folder = _folder(model)
+    folder = checkpoint_folder(model)
     found, source = read_config(folder), str(folder / "config.json")
     stages = len(ExpertLayers.from_hf(found, source=source).draft_layers)
     target, draft = target_from_hf(found, source), draft_from_hf(found, stages, source)
@@ -91,7 +91,8 @@ def model_configs(model: str) -> Configs:
     return target, draft
 
 
-def _folder(model: str) -> Path:
+def checkpoint_folder(model: str) -> Path:
+    """The folder of a shipped model, or of a path. Raises CheckpointError that also lists the presets."""
     if Path(model).name == model and (_ASSETS / model / "config.json").is_file():
         return _ASSETS / model
     if model and Path(model).is_dir():

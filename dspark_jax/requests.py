@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from dspark_jax.config import TargetConfig
+from dspark_jax.config_dense import ModelConfig
 from dspark_jax.decode.batch import MAX_STOPS, Request
 from dspark_jax.decode.sampling import MAX_LOGPROBS, SamplingParams
 from dspark_jax.errors import RequestError, raise_all
@@ -25,12 +25,13 @@ class RequestReader:
       max_logprobs: the most alternatives that the compiled program reports; None if it has no log-probabilities.
     """
 
-    def __init__(self, config: TargetConfig, tokenizer: Tokenizer, max_len: int, max_logprobs: int | None = MAX_LOGPROBS):
+    def __init__(self, config: ModelConfig, tokenizer: Tokenizer, max_len: int, max_logprobs: int | None = MAX_LOGPROBS):
         self.config, self.tokenizer, self.max_len, self.max_logprobs = config, tokenizer, max_len, max_logprobs
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, the beginning-of-sequence token first."""
-        return [self.config.bos_token_id, *self.tokenizer.encode(text)]
+        """Ids of a prompt, the beginning-of-sequence token first if the model has one."""
+        bos = self.config.bos_token_id
+        return [*([] if bos is None else [bos]), *self.tokenizer.encode(text)]
 
     def read(self, prompts: Sequence[Prompt], params: Params, ignore_eos: bool) -> list[Request]:
         """Checked requests; raises one RequestError with every fault."""
@@ -47,10 +48,11 @@ class RequestReader:
             ids.append(self._prompt_ids(prompt, name, faults))
         stops = []
         for i, p in enumerate(each):
-            stop = {int(t) for t in p.stop_token_ids} | (set() if ignore_eos else {self.config.eos_token_id})
+            stop = {int(t) for t in p.stop_token_ids} | (set() if ignore_eos else set(self.config.eos_token_ids))
             if len(stop) > MAX_STOPS:
                 name = "stop_token_ids" if isinstance(params, SamplingParams) else f"params[{i}].stop_token_ids"
-                eos = "" if ignore_eos else f", the end-of-sequence token {self.config.eos_token_id} counted"
+                ends = ", ".join(map(str, self.config.eos_token_ids))
+                eos = "" if ignore_eos or not ends else f", the end-of-sequence token {ends} counted"
                 fault = f"{name} gives {len(stop)} different ids{eos}; expected at most {MAX_STOPS}: remove some"
                 faults += [fault] if fault not in faults else []
             stops.append(tuple(sorted(stop)))

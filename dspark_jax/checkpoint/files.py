@@ -35,6 +35,12 @@ class TensorInfo:
     stored: str = ""
     part: Part = ()
 
+    @property
+    def bytes(self) -> int:
+        """Of the file."""
+        digits = "".join(filter(str.isdecimal, self.dtype.split("_")[0]))
+        return math.prod(self.shape) * int(digits or 8) // 8
+
 
 @dataclass
 class TensorFiles:
@@ -110,17 +116,25 @@ class TensorFiles:
         self.tensors |= infos
 
 
-def open_files(folder: Path) -> TensorFiles:
+def stored_bytes(files: TensorFiles) -> dict[str, int]:
+    """Bytes of all tensors by their dtype in the files."""
+    found: dict[str, int] = {}
+    for info in files.tensors.values():
+        found[info.dtype] = found.get(info.dtype, 0) + info.bytes
+    return found
+
+
+def open_files(folder: Path, *, published: bool = True) -> TensorFiles:
     """Opens `model.safetensors`, or every file that `model.safetensors.index.json` names, and reads the headers.
 
-    Names as transformers has them become the published ones.
+    Names as transformers has them become the published ones of DeepSeek-V4, if they are to be `published`.
 
     Raises:
       CheckpointError: neither is there, both are, or the index is no index. Faults of single files do not raise; they
         are listed in the result.
     """
     files = _opened(folder)
-    if is_transformers(files.names):
+    if published and is_transformers(files.names):
         files.rename()
     return files
 

@@ -1,13 +1,16 @@
 """What the headers of the weight files contradict, found before any tensor is read."""
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, get_args
 
 from dspark_jax.checkpoint.files import TensorFiles, listed, natural
 from dspark_jax.checkpoint.layout import Entry
 from dspark_jax.checkpoint.quantised import FP4, FP8, SCALE, scale_key, stored_as, stored_shapes
+from dspark_jax.config_dense import DenseConfig, ModelConfig
 from dspark_kernels.formats import BlockFormat
 
+_SPARE = 64  # more than in the weights, when the headers are compared all the same
 _FLOATS = ("BF16", "F16", "F32")
 _PACKED = ("I8", "U8", "F4")  # where one is not expected, its shape says nothing
 _ACCEPTED = {
@@ -73,6 +76,19 @@ def header_faults(entries: list[Entry], files: TensorFiles, *, check_stages: boo
         *listed(shapes),
         *listed(dtypes),
     ]
+
+
+def size_faults(config: ModelConfig, files: TensorFiles) -> list[str]:
+    """Numbers of layers and of experts far beyond those that the tensors' names have, for which no skeleton could be made."""
+    faults = []
+    sizes = [("num_hidden_layers", config.num_hidden_layers, r"(?:model\.)?layers\.(\d+)\.")]
+    if not isinstance(config, DenseConfig):
+        sizes.append(("n_routed_experts", config.n_routed_experts, r".*\.experts\.(\d+)\."))
+    for name, said, pattern in sizes:
+        found = len({match[1] for tensor in files.names if (match := re.match(pattern, tensor))})
+        if said > 4 * found + _SPARE:
+            faults.append(f"{name} is {said} in config.json, and the weights have {found} of them: it belongs to other weights")
+    return faults
 
 
 def expert_format(files: TensorFiles, entries: list[Entry]) -> tuple[BlockFormat | None, list[str]]:

@@ -1,4 +1,6 @@
-"""How module parameters and checkpoint tensors correspond (DeepSeek-V4's key names; weights there are [out, in])."""
+"""How module parameters and checkpoint tensors correspond: DeepSeek-V4's key names, and transformers' for dense models.
+Weights there are [out, in].
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,13 +11,15 @@ import numpy as np
 from flax import nnx
 from flax.typing import PathParts
 
-from dspark_jax.config import DraftConfig, TargetConfig
-from dspark_jax.models.speculative import SpeculativeLM
+from dspark_jax.config import DraftConfig
+from dspark_jax.config_dense import DenseConfig, ModelConfig
+from dspark_jax.models.speculative import DenseLM, SpeculativeLM
 
 Path = PathParts
 
 # Vectors and tables that both sides store alike; every other `.weight` is a linear map, stored transposed.
 _STRAIGHT = {"embed", "markov_w1", "norm", "q_norm", "kv_norm", "attn_norm", "ffn_norm", "main_norm"}
+_STRAIGHT |= {"embed_tokens", "k_norm", "input_layernorm", "post_attention_layernorm"}
 _HYPER = {"hc_attn", "hc_ffn", "hc_head"}
 _FP32 = {"fn", "base", "scale", "ape", "attn_sink", "bias"}
 _CODES = {np.dtype(np.uint8): "fp4", np.dtype(jnp.float8_e4m3fn): "fp8"}
@@ -43,15 +47,20 @@ class Entry:
 
 
 def skeleton(
-    config: TargetConfig, draft: DraftConfig | None, *, dtype: jax.typing.DTypeLike, axis: str | None
+    config: ModelConfig, draft: DraftConfig | None, *, dtype: jax.typing.DTypeLike, axis: str | None
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Graph and parameters of a `SpeculativeLM` with shapes in place of arrays; nothing is allocated."""
-    model = nnx.eval_shape(lambda: SpeculativeLM(config, draft, dtype=dtype, axis=axis, rngs=nnx.Rngs(0)))
-    return nnx.split(model)
+    """Graph and parameters of a `SpeculativeLM` or `DenseLM` with shapes in place of arrays; nothing is allocated."""
+
+    def make() -> SpeculativeLM | DenseLM:
+        if isinstance(config, DenseConfig):
+            return DenseLM(config, dtype=dtype, rngs=nnx.Rngs(0))
+        return SpeculativeLM(config, draft, dtype=dtype, axis=axis, rngs=nnx.Rngs(0))
+
+    return nnx.split(nnx.eval_shape(make))
 
 
 def entries(params: nnx.State) -> list[Entry]:
-    """The correspondence for every parameter of a `SpeculativeLM` (shapes suffice)."""
+    """The correspondence for every parameter of a `SpeculativeLM` or `DenseLM` (shapes suffice)."""
     values = ((path, variable.get_value()) for path, variable in nnx.to_flat_state(params))
     return [_entry(path, tuple(value.shape), value.dtype) for path, value in values]
 

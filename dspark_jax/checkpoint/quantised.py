@@ -9,12 +9,14 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float32, Int8, UInt8
+from jaxtyping import Float32, Int8, Shaped, UInt8
 
 from dspark_kernels.formats import E2M1, FP4_BLOCK, FP8_BLOCK, BlockFormat, block_shapes
 
 FP8, FP4, SCALE = "F8_E4M3", "I8", "F8_E8M0"  # dtypes as safetensors names them
 NAN_SCALE = 255
+# Linear maps that are quantised in the published files, but for the compressors'.
+_MATRICES = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "w1", "w2", "w3", "main_proj")
 # Numbers by byte.
 _E4M3 = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
 _PAIRS = np.stack([np.array(E2M1, np.float32)[np.arange(256) % 16], np.array(E2M1, np.float32)[np.arange(256) // 16]], axis=1)
@@ -54,6 +56,36 @@ def dequantised(
         powers = np.repeat(np.repeat(powers, FP8_BLOCK, axis=0), FP8_BLOCK, axis=1)
     with np.errstate(over="ignore"):
         return np.multiply(values, powers[: values.shape[0], : values.shape[1]], out=values)
+
+
+def published_format(key: str) -> BlockFormat | None:
+    """The format in which the published files hold a tensor; None for what they hold as numbers."""
+    name, _, last = key.rpartition(".")
+    if last != "weight" or name.rpartition(".")[2] not in _MATRICES or ".compressor." in key:
+        return None
+    return "fp4" if ".experts." in key else "fp8"
+
+
+def quantised(
+    kind: BlockFormat, weight: Float32[np.ndarray, "out in"]
+) -> tuple[Shaped[np.ndarray, "out _"], Shaped[np.ndarray, "_ _"]]:
+    """Codes and scales of a matrix, as a file has them.
+
+    A block's scale is the least power of two that brings its largest magnitude to the format's largest number or below; a
+    number then becomes the nearest code, of two equally near ones the even one.
+    """
+    rows, columns = weight.shape
+    height, width, largest = (1, FP4_BLOCK, 6) if kind == "fp4" else (FP8_BLOCK, FP8_BLOCK, 448)
+    padded = np.pad(weight, ((0, -rows % height), (0, -columns % width)))
+    blocks = padded.reshape(padded.shape[0] // height, height, -1, width)
+    mantissa, exponent = np.frexp(np.abs(blocks).max(axis=(1, 3)) / np.float32(largest))
+    exponent = np.clip(exponent - (mantissa == 0.5), -127, 127)
+    scaled = np.ldexp(blocks, -exponent[:, None, :, None]).reshape(padded.shape)[:rows, :columns]
+    scale = (exponent + 127).astype(np.uint8).view(jnp.float8_e8m0fnu)
+    if kind == "fp8":
+        return scaled.astype(jnp.float8_e4m3fn), scale
+    codes = scaled.astype(jnp.float4_e2m1fn).view(np.uint8)
+    return (codes[:, 0::2] | codes[:, 1::2] << 4).view(np.int8), scale
 
 
 def nan_faults(key: str, dtype: str, values: UInt8[np.ndarray, "..."] | Int8[np.ndarray, "..."]) -> Iterator[str]:

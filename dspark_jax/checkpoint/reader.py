@@ -13,11 +13,21 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from dspark_jax.checkpoint import layout
-from dspark_jax.checkpoint.files import TensorFiles, TensorInfo, open_files, stage_numbers
-from dspark_jax.checkpoint.headers import expert_format, header_faults
+from dspark_jax.checkpoint.files import TensorFiles, open_files, stage_numbers
+from dspark_jax.checkpoint.headers import expert_format, header_faults, size_faults
 from dspark_jax.checkpoint.quantised import config_faults
 from dspark_jax.checkpoint.values import Deferred, Values
-from dspark_jax.config import DraftConfig, TargetConfig, draft_from_hf, read_config, target_from_hf
+from dspark_jax.config import (
+    DENSE_FAMILIES,
+    DraftConfig,
+    TargetConfig,
+    draft_from_hf,
+    is_int,
+    read_config,
+    read_json,
+    target_from_hf,
+)
+from dspark_jax.config_dense import DenseConfig, ModelConfig, dense_from_hf
 from dspark_jax.errors import CheckpointError, ConfigError, raise_all
 
 # With a fault in the headers, values are still checked where that takes a second, so that one run shows everything.
@@ -32,9 +42,11 @@ class CheckpointNotice(UserWarning):
 
 
 class LoadedCheckpoint(NamedTuple):
-    """A checkpoint's model: `nnx.merge(graph, params)` is its `SpeculativeLM`; `draft` is None for a target alone."""
+    """A checkpoint's model: `nnx.merge(graph, params)` is its `SpeculativeLM`, of a dense model its `DenseLM`; `draft` is None
+    for a target alone.
+    """
 
-    config: TargetConfig
+    config: ModelConfig
     draft: DraftConfig | None
     graph: nnx.GraphDef
     params: nnx.State
@@ -92,13 +104,18 @@ def open_checkpoint(
     Arguments and errors as for `read_checkpoint`; values are checked when they are read, and the first impossible one raises
     CheckpointError that names all there are.
     """
-    dtype = jnp.dtype(dtype)
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError:
+        raise ConfigError(f"dtype is {dtype!r}; expected float32, bfloat16 or float16") from None
     if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ConfigError(f"dtype is {dtype.name}; expected float32, bfloat16 or float16")
     if weights not in get_args(Weights):
         raise ConfigError(f"weights is {weights!r}; expected {' or '.join(map(repr, get_args(Weights)))}")
     folder = Path(folder)
     hf = read_config(folder)
+    if hf.get("model_type") in DENSE_FAMILIES:
+        return _open_dense(folder, hf, dtype, weights)
     source = str(folder / "config.json")
     config = target_from_hf(hf, source)
     files = open_files(folder)
@@ -107,6 +124,8 @@ def open_checkpoint(
     faults += stage_faults
     if not files.names:
         raise_all(CheckpointError, str(folder), faults or ["the weight files hold no tensors"])
+    if absurd := size_faults(config, files):
+        raise_all(CheckpointError, str(folder), [*faults, *absurd])
     graph, params = layout.skeleton(config, draft, dtype=dtype, axis=axis)
     if weights == "quantised":
         kind, unlike = expert_format(files, layout.entries(params))
@@ -114,17 +133,63 @@ def open_checkpoint(
         if kind is not None:
             config = replace(config, expert_weights=kind)
             graph, params = layout.skeleton(config, draft, dtype=dtype, axis=axis)
-    entries = layout.entries(params)
-    faults += header_faults(entries, files, check_stages=draft is not None)
-    values = Values(files, entries, config, dtype)
+    faults += header_faults(layout.entries(params), files, check_stages=draft is not None)
+    return _deferred(LoadedCheckpoint(config, draft, graph, params), files, dtype, faults)
+
+
+def _open_dense(folder: Path, hf: Mapping[str, Any], dtype: np.dtype, weights: Weights) -> LoadedCheckpoint:
+    config = _generation(folder, dense_from_hf(hf, str(folder / "config.json")))
+    files = open_files(folder, published=False)
+    faults = list(files.faults)
+    if weights == "quantised":
+        faults.append("weights is 'quantised', which keeps routed experts as codes; a dense model has none: use 'dequantised'")
+    if not files.names:
+        raise_all(CheckpointError, str(folder), faults or ["the weight files hold no tensors"])
+    # What transformers ignores too: a copy of the tied head, and frequencies that old files list.
+    unused = [n for n in files.tensors if n.endswith("rotary_emb.inv_freq")]
+    for name in [*unused, *(["lm_head.weight"] if config.tie_word_embeddings else [])]:
+        files.tensors.pop(name, None)
+    if absurd := size_faults(config, files):
+        raise_all(CheckpointError, str(folder), [*faults, *absurd])
+    graph, params = layout.skeleton(config, None, dtype=dtype, axis=None)
+    faults += header_faults(layout.entries(params), files, check_stages=True)
+    return _deferred(LoadedCheckpoint(config, None, graph, params), files, dtype, faults)
+
+
+def _generation(folder: Path, config: DenseConfig) -> DenseConfig:
+    """With what other files of the folder say: whether texts begin with a token, and more tokens that end an answer."""
+    begins = False
+    if config.bos_token_id is not None and (folder / "tokenizer.json").is_file():
+        begins = read_tokenizer(folder).encode("").ids[:1] == [config.bos_token_id]
+        said = _optional(folder / "tokenizer_config.json").get("add_bos_token")
+        begins = said if isinstance(said, bool) else begins
+    ends = _optional(folder / "generation_config.json").get("eos_token_id")
+    more = [e for e in (ends if isinstance(ends, list) else [ends]) if is_int(e) and 0 <= e < config.vocab_size]
+    return replace(
+        config,
+        bos_token_id=config.bos_token_id if begins else None,
+        eos_token_ids=tuple(dict.fromkeys([*config.eos_token_ids, *more])),
+    )
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _deferred(
+    found: LoadedCheckpoint, files: TensorFiles, dtype: np.dtype, faults: list[str]
+) -> LoadedCheckpoint:
+    """With `Deferred` parameters in place of shapes; raises CheckpointError if there are faults, with those of the values."""
+    params, entries = found.params, layout.entries(found.params)
+    values = Values(files, entries, found.config, dtype)
     if faults:
-        if sum(_bytes(info) for info in files.tensors.values()) <= _SCAN_BYTES:
+        if sum(info.bytes for info in files.tensors.values()) <= _SCAN_BYTES:
             faults += values.faults()
-        raise_all(CheckpointError, str(folder), faults)
+        raise_all(CheckpointError, str(files.folder), faults)
     shapes = {path: variable.get_value().shape for path, variable in nnx.to_flat_state(params)}
     deferred = {entry.path: Deferred(values, entry, shapes[entry.path]) for entry in entries}
     nnx.replace_by_pure_dict(params, nnx.traversals.unflatten_mapping(deferred))
-    return LoadedCheckpoint(config, draft, graph, params)
+    return found
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
@@ -177,12 +242,13 @@ def _draft(
     faults = draft.faults(config)
     if stages != list(range(len(stages))):
         faults.append(f"the stages mtp.* are numbered {stages}; expected 0 … {len(stages) - 1} without gaps")
+    said = len(hf["compress_ratios"]) - config.num_hidden_layers  # published files have an entry for every stage
+    if said and said != len(stages):
+        faults.append(
+            f"the weights have {len(stages)} mtp.* stages, and compress_ratios of config.json {said} entries behind its"
+            f" {config.num_hidden_layers} layers; expected one a stage"
+        )
     return (None, faults) if faults else (draft, [])
-
-
-def _bytes(info: TensorInfo) -> int:
-    digits = "".join(filter(str.isdecimal, info.dtype.split("_")[0]))
-    return int(np.prod(info.shape, dtype=np.float64)) * int(digits or 8) // 8
 
 
 def _on_default_device(_: layout.Path, value: np.ndarray) -> jax.Array:

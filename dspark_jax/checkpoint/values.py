@@ -10,7 +10,9 @@ from dspark_jax.checkpoint.files import TensorFiles, listed
 from dspark_jax.checkpoint.headers import Wanted, stored_format, wanted
 from dspark_jax.checkpoint.layout import Entry
 from dspark_jax.checkpoint.quantised import dequantised, nan_faults, scale_key
+from dspark_jax.checkpoint.watch import watcher
 from dspark_jax.config import TargetConfig
+from dspark_jax.config_dense import DenseConfig, ModelConfig
 from dspark_jax.errors import CheckpointError, raise_all
 
 _CODES = {"fp4": np.dtype(np.uint8), "fp8": np.dtype(jnp.float8_e4m3fn), "scale": np.dtype(np.uint8)}
@@ -26,10 +28,11 @@ class Values:
       dtype: of weights.
     """
 
-    def __init__(self, files: TensorFiles, entries: list[Entry], config: TargetConfig, dtype: np.dtype):
+    def __init__(self, files: TensorFiles, entries: list[Entry], config: ModelConfig, dtype: np.dtype):
         self.files, self.entries, self.config = files, entries, config
         fixed = {"fp32": np.dtype(np.float32), "int": np.dtype(np.int32), "weight": dtype}
         self.dtypes: dict[str, np.dtype] = fixed | _CODES
+        self.layers = len({name for entry in entries if (name := _layer(entry))})
 
     def read(self, entry: Entry) -> np.ndarray:
         """One parameter.
@@ -37,6 +40,8 @@ class Values:
         Raises:
           CheckpointError: a value is impossible; every impossible value of the checkpoint is named.
         """
+        if (look := watcher.get()) and (name := _layer(entry)):
+            look(name, self.layers)
         out: np.ndarray | None = None
         for i, key in enumerate(entry.keys):
             value = self._part(entry, key)[0]
@@ -82,7 +87,7 @@ class Values:
         return info is not None and info.shape == want.shape and info.dtype in want.dtypes
 
     def _value_faults(self, name: str, tensor: np.ndarray, kind: str) -> Iterator[str]:
-        if kind == "int":
+        if kind == "int" and not isinstance(self.config, DenseConfig):
             return _table_faults(name, tensor, self.config)
         one_byte = tensor.dtype.itemsize == 1
         return nan_faults(name, self.files.tensors[name].dtype, tensor) if one_byte else _finite_faults(name, tensor)
@@ -103,6 +108,12 @@ class Deferred:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self._values.read(self._entry).astype(dtype or self.dtype, copy=False)
+
+
+def _layer(entry: Entry) -> str | None:
+    """The layer or draft stage that a parameter belongs to, by its published name; None for the ends of the model."""
+    parts = entry.keys[0].removeprefix("model.").split(".")  # dense models have the prefix
+    return ".".join(parts[:2]) if parts[0] in ("layers", "mtp") else None
 
 
 def _finite_faults(key: str, tensor: np.ndarray) -> Iterator[str]:

@@ -55,7 +55,9 @@ class DecodeProgram:
 
     def _shard(self, f, in_specs, out_specs, donate: int):
         mapped = jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return jax.jit(mapped, donate_argnums=donate)
+        # Said outright for the sake of empty arrays (drafts where there is no drafter), which would come back replicated.
+        placed = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), out_specs)
+        return jax.jit(mapped, donate_argnums=donate, out_shardings=placed)
 
     def init_state(self, params: nnx.State) -> DecodeState:
         """Idle slots, placed on the mesh."""

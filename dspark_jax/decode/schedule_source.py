@@ -13,7 +13,8 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from dspark_jax.config import DraftConfig, TargetConfig
+from dspark_jax.config import DraftConfig
+from dspark_jax.config_dense import ModelConfig
 from dspark_jax.decode.calibration_file import Calibration, head_digest, read_calibration
 from dspark_jax.decode.profile_table import Fingerprint, ProfileTable, read_profile
 from dspark_jax.decode.schedule import EarlyStop, FixedLength, Ordered, Schedule, Scheduler, StaleSize, Threshold
@@ -215,7 +216,7 @@ def _lag(lag: int) -> None:
 
 
 def fingerprint_of(
-    config: TargetConfig,
+    config: ModelConfig,
     draft: DraftConfig | None,
     params: nnx.State,
     mesh: Mesh,

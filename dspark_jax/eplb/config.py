@@ -1,6 +1,7 @@
 """The load-balancer section: TensorRT-LLM's YAML (`MoeLoadBalancerConfig`), read and written as it is there."""
 
 import difflib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -80,6 +81,8 @@ def load_config(source: ConfigSource) -> LoadBalancerConfig:
         return source
     if isinstance(source, Mapping):
         return LoadBalancerConfig.from_dict(source)
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(f"load balancer is {source!r:.80}; expected a YAML file's path, a mapping or an object")
     path = Path(source)
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from dspark_jax.api import model_folder
 from dspark_jax.checkpoint.reader import read_checkpoint, read_tokenizer
+from dspark_jax.config_dense import v4_config
 from dspark_jax.decode.state import RUNNING
 from dspark_jax.examples.options import mesh_and_model
 from dspark_jax.parallel.mesh import EXPERT, PIPE
@@ -29,15 +30,15 @@ def main() -> None:
     # The model on the mesh: layers cut into `pipe` ranges, experts, vocabulary and slots split over `expert`.
     folder = model_folder(name)
     model = read_checkpoint(folder, dtype=jnp.float32, axis=EXPERT, place=lambda path, array: array)  # type: ignore[arg-type]
-    tokenizer = as_tokenizer(read_tokenizer(folder))
-    plan = plan_stages(model.config, model.draft, pipe, rows=16, context=256, expert=expert, dtype="float32")
-    spec = PipelineSpec(model.config, model.draft, plan.ranges, expert)
+    config, tokenizer = v4_config(model.config, name), as_tokenizer(read_tokenizer(folder))
+    plan = plan_stages(config, model.draft, pipe, rows=16, context=256, expert=expert, dtype="float32")
+    spec = PipelineSpec(config, model.draft, plan.ranges, expert)
     chunk = spec.gamma + 1  # prompt tokens of a call and slot: as many rows as a decoding round has
     slots = -(-len(PROMPTS) // (pipe * expert)) * expert  # of one microbatch
     ring = Ring(spec, model.params, mesh, RingConfig(slots, max_len=256, chunk=chunk))
     params, state = ring.pipeline.place(model.params, mesh), ring.init_state()
 
-    prompts = [[model.config.bos_token_id, *tokenizer.encode(text)] for text in PROMPTS]
+    prompts = [[config.bos_token_id, *tokenizer.encode(text)] for text in PROMPTS]
     sent, answers, running = [0] * len(prompts), [[] for _ in prompts], set(range(len(prompts)))
     while running:
         # One record a call: the next chunk of every prompt that is not yet read.
@@ -50,7 +51,7 @@ def main() -> None:
                 record.token[at][: len(part)] = part
                 record.start[at], record.count[at] = sent[i], len(part)
                 record.generation[at] = i + 1  # comes back with every commit: whose tokens they are
-                record.max_tokens[at], record.stop[at][0] = MAX_TOKENS, model.config.eos_token_id
+                record.max_tokens[at], record.stop[at][0] = MAX_TOKENS, config.eos_token_id
                 sent[i] += len(part)
                 record.final[at] = sent[i] == len(ids)
         state, output = ring.step(params, state, ring.place_control(record))

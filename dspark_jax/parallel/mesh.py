@@ -17,6 +17,8 @@ PIPE, EXPERT = "pipe", "expert"
 
 def make_mesh(pipe: int = 1, expert: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of `pipe` × `expert` devices, by default the first ones of `jax.devices()`; a single one is this process's."""
+    if not all(isinstance(n, int | np.integer) for n in (pipe, expert)):
+        raise ConfigError(f"mesh: pipe is {pipe!r}, expert is {expert!r}; expected two integers, as in make_mesh(2, 4)")
     if pipe < 1 or expert < 1:
         raise ConfigError(f"mesh {pipe}x{expert}: both axes must be at least 1")
     if devices is None:
@@ -29,6 +31,15 @@ def make_mesh(pipe: int = 1, expert: int = 1, devices: Sequence[Any] | None = No
         )
     grid = np.asarray(available[: pipe * expert]).reshape(pipe, expert)
     return Mesh(grid, (PIPE, EXPERT), axis_types=(AxisType.Auto,) * 2)
+
+
+def checked_mesh(mesh: Mesh | None) -> Mesh:
+    """The mesh, by default one device; raises ConfigError for anything else than `make_mesh` gives."""
+    if mesh is None:
+        return make_mesh()
+    if not isinstance(mesh, Mesh) or mesh.axis_names != (PIPE, EXPERT):
+        raise ConfigError(f"mesh is {mesh!r:.80}; expected what make_mesh(2, 4) gives, or load_mesh('2x4').make()")
+    return mesh
 
 
 def param_specs(params: nnx.State) -> nnx.State:

@@ -1,6 +1,7 @@
 """A mesh as the user writes it: "2x4" on the command line, or a YAML file that may also name the stages."""
 
 import difflib
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -100,6 +101,8 @@ def load_mesh(source: MeshSource) -> MeshConfig:
         return source
     if isinstance(source, Mapping):
         return MeshConfig.from_dict(source)
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(f"mesh is {source!r:.80}; expected {_SHAPE}, a YAML file's path, a mapping or a MeshConfig")
     text = str(source).strip()
     if axes := re.fullmatch(r"(-?\d+)\s*[x×]\s*(-?\d+)", text, re.ASCII | re.IGNORECASE):
         return MeshConfig(int(axes[1]), int(axes[2]))

@@ -27,8 +27,8 @@ from dspark_jax.eplb.namespace import ExpertLayers
 from dspark_jax.eplb.placement import Placement
 from dspark_jax.eplb.relayout import relayout
 from dspark_jax.eplb.validation import PlacementSource, resolve_placement
-from dspark_jax.errors import ConfigError, RequestError, raise_all
-from dspark_jax.parallel.mesh import EXPERT, PIPE, make_mesh
+from dspark_jax.errors import ConfigError, RequestError, memory_for, raise_all
+from dspark_jax.parallel.mesh import EXPERT, PIPE, checked_mesh
 from dspark_jax.parallel.planner import given_stages, plan_stages
 from dspark_jax.parallel.profile import StepTimes, measure_steps
 from dspark_jax.parallel.ring import Ring, RingConfig, TickOutput
@@ -109,11 +109,14 @@ class Engine:
         buckets: Sequence[int] | None = None,
         verify: str = REJECTION,
     ):
-        mesh = make_mesh() if mesh is None else mesh
+        mesh = checked_mesh(mesh)
         pipe, expert = mesh.shape[PIPE], mesh.shape[EXPERT]
-        self.slots = int(8 * pipe * expert if slots is None else slots)
+        self.slots: int = 8 * pipe * expert if slots is None else slots
         per_batch, faults = slot_counts(self.slots, pipe, expert)
+        if max_len is not None and not isinstance(max_len, int | np.integer):
+            faults = [*faults, f"max_len is {max_len!r}; expected a number of positions"]
         raise_all(ConfigError, "engine", [*faults, *verify_faults(verify)])
+        self.slots = int(self.slots)
         # Before the weights are read: a file that does not fit is refused at once, on every process.
         source = schedule_source(scheduler, profile, temperatures, unsigned, measurable=not spans_processes(mesh))
         placed = None if placement is None else resolve_placement(placement, expert_layers(model, speculate), expert)
@@ -152,7 +155,8 @@ class Engine:
         self.gamma = spec.gamma
         self._processes = Processes(self.ring) if spans_processes(mesh) else None
         self._owes_stop = False
-        self._params = self.ring.pipeline.place(params, mesh)
+        with memory_for("placing the weights"):
+            self._params = self.ring.pipeline.place(params, mesh)
         self._reader = RequestReader(config, self.tokenizer, self.max_len, max_logprobs)
         self._scheduler = Scheduler(pipe, per_batch, expert, chunk)
         self._entries: dict[Hashable, Entry] = {}
@@ -326,7 +330,7 @@ class Engine:
         """
         begin = time.perf_counter()
         tell = progress or (lambda _: None)
-        with self._lock:
+        with self._lock, memory_for("making caches and program"):
             if self._step is None:
                 if self._schedule is not None and self._schedule.measure:
                     self._adopt_step_times(tell)

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from dspark_jax.api import LM, model_folder
 from dspark_jax.checkpoint.reader import Weights, open_checkpoint, read_tokenizer
 from dspark_jax.config import read_config
+from dspark_jax.config_dense import v4_config
 from dspark_jax.eplb.namespace import ExpertLayers
 from dspark_jax.parallel.mesh import EXPERT
 
@@ -18,7 +19,7 @@ from dspark_jax.parallel.mesh import EXPERT
 def expert_layers(model: str | Path | LM, speculate: bool) -> ExpertLayers:
     """The MoE layers that will run; of a folder, config.json alone is read."""
     if isinstance(model, LM):
-        layers = ExpertLayers.of(model.config, model.draft_config)
+        layers = ExpertLayers.of(v4_config(model.config, "engine: the LM"), model.draft_config)
     else:
         folder = model_folder(model)
         layers = ExpertLayers.from_hf(read_config(folder), source=str(folder / "config.json"))
@@ -30,8 +31,8 @@ def read_model(model: str | Path | LM, mesh: Mesh, dtype: Any, weights: Weights)
     are placed, one after the other (`checkpoint.values.Deferred`).
     """
     if isinstance(model, LM):
-        return model.config, model.draft_config, jax.device_get(model._params), model.tokenizer
+        return v4_config(model.config, "engine: the LM"), model.draft_config, jax.device_get(model._params), model.tokenizer
     folder = model_folder(model)
     default = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else jnp.bfloat16
     read = open_checkpoint(folder, dtype=default if dtype is None else dtype, axis=EXPERT, weights=weights)
-    return read.config, read.draft, read.params, read_tokenizer(folder)
+    return v4_config(read.config, f"engine: {folder}"), read.draft, read.params, read_tokenizer(folder)

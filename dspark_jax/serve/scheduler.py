@@ -156,6 +156,6 @@ class Scheduler:
 def slot_counts(slots: int, microbatches: int, expert: int) -> tuple[int, Sequence[str]]:
     """Slots of one microbatch for `slots` in all, and the faults of the number."""
     part = microbatches * expert
-    if slots < part or slots % part:
-        return 0, [f"slots is {slots}; expected a positive multiple of pipe × expert = {part}"]
+    if not isinstance(slots, int | np.integer) or slots < part or slots % part:
+        return 0, [f"slots is {slots!r}; expected a positive multiple of pipe × expert = {part}"]
     return slots // microbatches, []

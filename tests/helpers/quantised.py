@@ -85,6 +85,17 @@ def write_quantised(
             tensors[key] = value.astype(jnp.bfloat16)
         else:
             tensors[key] = value.astype(np.int64 if last == "tid2eid" else np.float32)
+    write_shards(folder, tensors, shards)
+    blocks = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    published = {"expert_dtype": experts, "quantization_config": {**blocks, "activation_scheme": "dynamic"}}
+    (folder / "config.json").write_text(json.dumps(to_hf(config, draft) | published | {"num_nextn_predict_layers": 1}))
+    words = {f"w{i}": i for i in range(config.vocab_size)}
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    return tensors
+
+
+def write_shards(folder: Path, tensors: dict[str, np.ndarray], shards: int = 2) -> None:
+    """Weight files and their index; neighbours in the order of names go to different files."""
     folder.mkdir(parents=True, exist_ok=True)
     names = sorted(tensors)
     files = {name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(names)}
@@ -92,9 +103,3 @@ def write_quantised(
         part = {n: np.ascontiguousarray(tensors[n]) for n in names if files[n] == file}
         save_file(part, folder / file, metadata={"format": "pt"})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    blocks = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
-    published = {"expert_dtype": experts, "quantization_config": {**blocks, "activation_scheme": "dynamic"}}
-    (folder / "config.json").write_text(json.dumps(to_hf(config, draft) | published | {"num_nextn_predict_layers": 1}))
-    words = {f"w{i}": i for i in range(config.vocab_size)}
-    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
-    return tensors
