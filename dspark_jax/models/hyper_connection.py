@@ -35,7 +35,7 @@ class HyperConnection(nnx.Module):
     ) -> tuple[Float[Array, "B n d"], Rest]:
         """Applies `sublayer` (input -> output, rest) and returns the new streams and `rest`."""
         c = self.config
-        pre, post, comb = kernels.coefficients(
+        x, post, comb = kernels.pre(
             streams,
             self.fn[...],
             self.base[...],
@@ -44,7 +44,7 @@ class HyperConnection(nnx.Module):
             eps=c.hc_eps,
             norm_eps=c.rms_norm_eps,
         )
-        output, rest = sublayer(kernels.collapse(streams, pre))
+        output, rest = sublayer(x)
         return kernels.expand(streams, output, post, comb), rest
 
 

@@ -16,7 +16,7 @@ from dspark_kernels import expert_mlp as expert_kernels
 from dspark_kernels import routing as routing_kernels
 from dspark_kernels.block_scaled import BlockScaled
 from dspark_kernels.formats import block_shapes
-from dspark_kernels.routing.replicas import choose_slots
+from dspark_kernels.routing import choose_slots
 
 
 class MoEAux(NamedTuple):

@@ -1,5 +1,6 @@
 """Hyper-connection mixing of residual streams."""
 
-from dspark_kernels.hyper_connection.reference import coefficients, collapse, collapse_head, expand
+from dspark_kernels.hyper_connection.api import collapse_head, expand, pre
+from dspark_kernels.hyper_connection.reference import coefficients, collapse
 
-__all__ = ["coefficients", "collapse", "collapse_head", "expand"]
+__all__ = ["coefficients", "collapse", "collapse_head", "expand", "pre"]

@@ -60,6 +60,21 @@ def collapse(streams: Float[Array, "B n d"], pre: Float32[Array, "B n"]) -> Floa
     return jnp.sum(pre[:, :, None] * streams.astype(jnp.float32), axis=1).astype(streams.dtype)
 
 
+def pre(
+    streams: Float[Array, "B n d"],
+    fn: Float32[Array, "nd m"],
+    base: Float32[Array, "m"],
+    scale: Float32[Array, "3"],
+    *,
+    iters: int,
+    eps: float,
+    norm_eps: float,
+) -> tuple[Float[Array, "B d"], Float32[Array, "B n"], Float32[Array, "B n n"]]:
+    """What goes in front of a sublayer: its input (`collapse`), and the weights post and comb of `expand`."""
+    weights, post, comb = coefficients(streams, fn, base, scale, iters=iters, eps=eps, norm_eps=norm_eps)
+    return collapse(streams, weights), post, comb
+
+
 def expand(
     streams: Float[Array, "B n d"],
     output: Float[Array, "B d"],
