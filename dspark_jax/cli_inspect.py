@@ -52,6 +52,8 @@ def _own_memory() -> float | None:
 
 
 def _show(found: "Inspection") -> None:
+    from dspark_jax.parallel.planner import layer_names
+
     plan, memory = found.plan, found.plan.memory
     load, pipe = plan.load, plan.pipe
     experts = f"{load.dtype} experts" if found.expert_weights == "dense" else f"experts kept as {found.expert_weights} codes"
@@ -67,17 +69,19 @@ def _show(found: "Inspection") -> None:
         parts = ", ".join(f"{name} {size(n)}" for name, n in sorted(found.stored.items(), key=lambda x: -x[1]))
         print(f"files    {size(sum(found.stored.values()))}: {parts}")
     for rank, ((first, end), own) in enumerate(zip(plan.ranges, memory.own, strict=True)):
-        where = f"layers {first}-{end - 1}{stages if rank == pipe - 1 else ''}"
+        where = layer_names(first, end) + (stages if rank == pipe - 1 else "")
         print(f"rank {rank:<3} {size(own)} of weights on each device: {where}")
     request = memory.cache + memory.request
     print(f"request  {size(request)} on a device of each pipe rank, for {load.context} positions")
     padding = memory.parameters - min(memory.own)
     parts = [f"weights {size(memory.parameters)}" + (f" (up to {size(padding)} of them zeros)" if padding else "")]
-    parts += [f"{memory.slots} request slots {size(memory.slots * request)}", f"item {size(memory.item)}"]
+    slots = f"{memory.slots} request slot{'s' * (memory.slots != 1)}"
+    parts += [f"{slots} {size(memory.slots * request)}", f"item {size(memory.item)}"]
     parts += [f"a layer's experts, widened, {size(found.widened)}"] if found.widened else []
     print(f"\nEach device: {', '.join(parts)}; together {size(found.needed)} of {size(found.memory)}.")
     if found.fits:
-        room = f"memory for {found.most_slots} requests side by side on the mesh, {found.slots} counted here"
+        most = f"{found.most_slots} request{'s' * (found.most_slots != 1)}"
+        room = f"memory for {most} side by side on the mesh, {found.slots} counted here"
         print(f"It fits: {room}. Activations and logits are not counted.")
         return
     remedies = ["more devices"]

@@ -87,12 +87,14 @@ def _show(plan: "StagePlan", model: "Configs") -> None:
     console, memory, load = Console(highlight=False, soft_wrap=True), plan.memory, plan.load
     console.print(table)
     requests = load.local_slots(model[1].block_size if model[1] else 0) * load.expert
+    microbatches = f"each of {plan.pipe} microbatches" if plan.pipe > 1 else "the one microbatch"
     console.print(
-        f"\n{load.rows} rows a tick ({requests} requests in each of {plan.pipe} microbatches), context {load.context},"
+        f"\n{load.rows} rows a tick ({requests} request{'s' * (requests != 1)} in {microbatches}), context {load.context},"
         f" {load.dtype}, {load.expert} expert rank{'s' * (load.expert > 1)}; rates of an H200\n"
         f"slowest rank {1e3 * plan.tick_seconds:.3f} ms a tick; mean over slowest {plan.balance:.3f}\n"
         f"each device: weights {size(memory.parameters)}, padding included;"
-        f" {memory.slots} request slots of {size(memory.cache + memory.request)}; together {size(memory.total)}\n"
+        f" {memory.slots} request slot{'s' * (memory.slots != 1)} of {size(memory.cache + memory.request)};"
+        f" together {size(memory.total)}\n"
         f"each hop: {size(memory.item)} a device"
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeGuard, get_args
 
 from dspark_jax.checkpoint.transformers import published_config
-from dspark_jax.errors import CheckpointError, ConfigError, raise_all
+from dspark_jax.errors import CheckpointError, ConfigError, described, raise_all
 
 HeadKind = Literal["markov", "gated", "rnn", "none"]
 ExpertWeights = Literal["dense", "fp4", "fp8"]
@@ -388,5 +388,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error}); download it again") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a {type(value).__name__}; expected a JSON object")
+        raise CheckpointError(f"{path}: holds {described(value)}; expected a JSON object")
     return value

@@ -1,7 +1,9 @@
 """Errors that users meet: each message names the field, its value, what was expected and the remedy."""
 
+import reprlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 
 class DSparkError(ValueError):
@@ -51,3 +53,8 @@ def raise_all(kind: type[DSparkError], subject: str, faults: Sequence[str]) -> N
     if len(faults) == 1:
         raise kind(f"{subject}: {faults[0]}")
     raise kind(f"{subject}: {len(faults)} faults\n" + "\n".join(f"  - {fault}" for fault in faults))
+
+
+def described(value: Any) -> str:
+    """A value of a wrong type, for messages, with the type's name: "3 (int)"."""
+    return "None" if value is None else f"{reprlib.repr(value)} ({type(value).__name__})"

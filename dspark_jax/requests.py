@@ -8,7 +8,7 @@ import numpy as np
 from dspark_jax.config_dense import ModelConfig
 from dspark_jax.decode.batch import MAX_STOPS, Request
 from dspark_jax.decode.sampling import MAX_LOGPROBS, SamplingParams
-from dspark_jax.errors import RequestError, raise_all
+from dspark_jax.errors import RequestError, described, raise_all
 from dspark_jax.text import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -36,8 +36,7 @@ class RequestReader:
     def read(self, prompts: Sequence[Prompt], params: Params, ignore_eos: bool) -> list[Request]:
         """Checked requests; raises one RequestError with every fault."""
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-            kind = type(prompts).__name__
-            raise RequestError(f"prompts is a {kind}; expected a list of texts or of id lists, as in [prompt]")
+            raise RequestError(f"prompts is {described(prompts)}; expected a list of texts or of id lists, as in [prompt]")
         if not prompts:
             raise RequestError("prompts is empty; expected at least one prompt")
         faults: list[str] = []
@@ -64,14 +63,14 @@ class RequestReader:
         shared = params is None or isinstance(params, SamplingParams)
         given: Any = [params or SamplingParams()] if shared else params
         if isinstance(given, str | bytes) or not isinstance(given, Sequence):
-            faults.append(f"params is a {type(params).__name__}; expected SamplingParams or a list of them")
+            faults.append(f"params is {described(params)}; expected SamplingParams or a list of them")
             return []
         sound = True
         for i, p in enumerate(given):
             name = "" if shared else f"params[{i}]: "
             if not isinstance(p, SamplingParams):
-                kind = type(p).__name__
-                faults.append(f"{name or 'params: '}is a {kind}; expected SamplingParams (its from_dict reads a dict)")
+                what = "params" if shared else f"params[{i}]"
+                faults.append(f"{what} is {described(p)}; expected SamplingParams (its from_dict reads a dict)")
                 sound = False
             elif found := p.faults(self.config.vocab_size):
                 faults += [name + fault for fault in found]
@@ -84,7 +83,8 @@ class RequestReader:
                 )
                 sound = False
         if not shared and len(given) != count:
-            faults.append(f"params has {len(given)} entries for {count} prompts; expected one for all or one a prompt")
+            many = f"{count} prompt{'s' * (count != 1)}"
+            faults.append(f"params has {len(given)} entries for {many}; expected one for all or one a prompt")
             sound = False
         if not sound:
             return []
@@ -108,7 +108,7 @@ class RequestReader:
                 faults.append(f"{name} is empty; expected at least one token id")
                 return []
         else:
-            faults.append(f"{name} is a {type(prompt).__name__}; expected a text or a list of token ids")
+            faults.append(f"{name} is {described(prompt)}; expected a text or a list of token ids")
             return []
         vocab = self.config.vocab_size
         bad = [t for t in ids if not isinstance(t, int | np.integer) or isinstance(t, bool) or not 0 <= t < vocab]
@@ -117,10 +117,11 @@ class RequestReader:
             faults.append(f"{name} holds {shown}; expected token ids in 0 … {vocab - 1}")
             return []
         if len(ids) > self.max_len - 1:
+            limit = self.config.max_position_embeddings
             faults.append(
                 f"{name} has {len(ids)} tokens; expected at most {self.max_len - 1} (max_len is {self.max_len}, one"
-                " position is for the answer): shorten it, or load the model with a larger max_len, up to"
-                f" {self.config.max_position_embeddings}"
+                " position is for the answer): shorten it"
+                + (f", or in Python load the model with a larger max_len, up to {limit}" if self.max_len < limit else "")
             )
             return []
         return [int(t) for t in ids]

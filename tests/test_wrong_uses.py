@@ -1,11 +1,13 @@
 """Wrong uses, as a newcomer makes them: one message and exit code 2 on the command line, a precise exception in Python."""
 
+import gc
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import jax
@@ -38,6 +40,7 @@ FILES = {
     "v41/config.json": '{"model_type": "deepseek_v41"}',
     "bare/config.json": '{"model_type": "deepseek_v4"}',
     "statistics/readme": "",
+    "long.txt": "word = 1\n" * 1000,
 }
 
 
@@ -76,6 +79,9 @@ COMMANDS = {
     f"{A} --temperature nan": "temperature = nan; expected a finite number >= 0",
     f"{A} --top-p 7": "top_p = 7.0; expected a number in (0, 1]",
     f"{A} --seed=-1": "seed = -1; expected an integer in [0, 2**32)",
+    f"{A} --scheduler fixed:9": "the fixed length is 9; expected 0 … 5, the drafts of a block",
+    "profile --slots 4 --buckets 100": "buckets has 100; expected at most 24, the rows of 4 whole blocks",
+    "generate --prompt-file long.txt": "(max_len is 1024, one position is for the answer): shorten it\n",
     f"{A} --scheduler fixed:x": "scheduler is 'fixed:x'; expected fixed:LENGTH",
     f"{A} --mesh types.yaml": "types.yaml: 2 faults",
     "inspect v4-flash --memory nan": "memory is nan; expected GiB of a device",
@@ -193,6 +199,21 @@ def test_ctrl_c_in_the_middle(folder):
     assert (process.returncode, out, err) == (130, "", "dspark-jax: interrupted\n")
 
 
+def test_ctrl_c_while_modules_are_imported(tmp_path):
+    (tmp_path / "typer.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dspark_jax"], env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (-signal.SIGINT, "", "")  # of which a shell makes 130
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"dspark-jax": "dspark_jax.__main__:main"}
+
+
 # -- Python ----------------------------------------------------------------------------------------------------------------
 
 
@@ -230,18 +251,19 @@ WRONG_MODELS = {
     "log-probabilities": (lambda: Engine("nano", max_logprobs=50), ConfigError, "logprobs is 50; expected None (off) or 0"),
     "stages": (lambda: Engine("nano", mesh=make_mesh(2, 1), stages="1,2"), ConfigError, "[1, 2] sum to 3; the model has 6"),
     "window": (lambda: Engine("nano", count_experts=(5, 2)), DSparkError, "the window of iterations is [5, 2)"),
+    "too many drafts": (lambda: Engine("nano", scheduler="fixed:9"), ConfigError, "fixed length is 9; expected 0 … 5"),
     "scheduler": (lambda: load("nano", scheduler=3), ConfigError, "scheduler is 3; expected a Schedule, or one of"),
     "target": (lambda: TargetConfig(**{**vars(lookup_config()), "hidden_size": "8"}), ConfigError, "hidden_size is '8'"),
 }  # fmt: skip
 REQUESTS = {
-    "a text for a list": ("text", None, "prompts is a str; expected a list of texts"),
+    "a text for a list": ("text", None, "prompts is 'text' (str); expected a list of texts"),
     "nothing": ([], None, "prompts is empty; expected at least one prompt"),
-    "a number": ([3], None, "the prompt is a int; expected a text or a list of token ids"),
+    "a number": ([3], None, "the prompt is 3 (int); expected a text or a list of token ids"),
     "an id beyond": ([[9999]], None, "the prompt holds 9999; expected token ids in 0 … 15"),
     "no ids": ([[]], None, "the prompt is empty; expected at least one token id"),
     "too long": ([[1] * 600], None, "the prompt has 600 tokens; expected at most 511"),
-    "two parameters": (["a"], [SamplingParams()] * 2, "params has 2 entries for 1 prompts"),
-    "a dict": (["a"], {"temperature": 0}, "params is a dict; expected SamplingParams"),
+    "two parameters": (["a"], [SamplingParams()] * 2, "params has 2 entries for 1 prompt;"),
+    "a dict": (["a"], {"temperature": 0}, "params is {'temperature': 0} (dict); expected SamplingParams"),
     "hot": (["a"], SamplingParams(temperature="hot"), "temperature = 'hot'; expected a finite number"),
     "stops": (["a"], SamplingParams(stop_token_ids=("x",)), "stop_token_ids holds ['x']"),
 }  # fmt: skip
@@ -250,6 +272,7 @@ REQUESTS = {
 @pytest.mark.parametrize("name", WRONG_MODELS)
 def test_models_engines_and_meshes_raise_precisely(name):
     make, kind, said = WRONG_MODELS[name]
+    gc.collect()  # arrays of earlier tests must not go in the middle of this one
     before = len(jax.live_arrays())
     with pytest.raises(kind) as error:
         make()

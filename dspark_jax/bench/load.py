@@ -116,7 +116,7 @@ def compile_all(points: Sequence[Point], log: Log) -> dict[int, str]:
     def compiled(work: tuple[int, str, RingTimer]) -> None:
         requests, name, timer = work
         try:
-            log.say(f"{requests} requests, {name}: compiled in {timer.compile():.1f} s")
+            log.say(f"{_requests(requests)}, {name}: compiled in {timer.compile():.1f} s")
         except jax.errors.JaxRuntimeError as error:
             failed[requests] = f"{name}: cannot be compiled: {_first_line(error)}"
 
@@ -127,6 +127,10 @@ def compile_all(points: Sequence[Point], log: Log) -> dict[int, str]:
     return failed
 
 
+def _requests(count: int) -> str:
+    return f"{count} request{'s' * (count != 1)}"
+
+
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
@@ -134,13 +138,14 @@ def _first_line(error: Exception) -> str:
 def measure(point: Point, settings: Settings, log: Log) -> None:
     """Times all competitors; the report is written after every repeat."""
     n, found = point.requests, dict[str, Any]()
+    who = _requests(n)
     log.found["points"].append(found)
     found |= {"requests": n, "buckets": point.contest.buckets}
     try:
         point.allocate()
         point.measure_steps(settings.repeats, STEP_ROUNDS)
         found["step_seconds"] = point.seconds
-        log.say(f"{n} requests: steps " + ", ".join(f"{1e3 * s:.2f}" for s in point.seconds) + " ms")
+        log.say(f"{who}: steps " + ", ".join(f"{1e3 * s:.2f}" for s in point.seconds) + " ms")
         runs: list[list[Any]] = []
         names = point.names
         for row in point.interleaved(names, settings.repeats, settings.rounds, lambda r, name: None):
@@ -149,10 +154,11 @@ def measure(point: Point, settings: Settings, log: Log) -> None:
             found |= {"competitors": each, "comparison": comparison(each, point.drafting.ring.gamma)}
             log.keep()
             rates = ", ".join(f"{name} {one['tokens_per_second']:.1f}" for name, one in each.items())
-            log.say(f"{n} requests, repeat {len(runs)} of {settings.repeats}: {rates} tokens/s")
+            so_far = "" if len(runs) == 1 else "median so far, "
+            log.say(f"{who}, repeat {len(runs)} of {settings.repeats}: {so_far}{rates} tokens/s")
     except jax.errors.JaxRuntimeError as error:
         found["failed"] = _first_line(error)
-        log.say(f"{n} requests: not measured: {found['failed']}")
+        log.say(f"{who}: not measured: {found['failed']}")
     finally:
         point.free()
     log.keep()
@@ -185,7 +191,7 @@ def run(model: Model, mesh: Mesh, settings: Settings, out: Path | None = None, c
     failed = compile_all(points, log)
     for point in points:
         if point.requests in failed:
-            log.say(f"{point.requests} requests: {failed[point.requests]}")
+            log.say(f"{_requests(point.requests)}: {failed[point.requests]}")
             log.found["points"].append({"requests": point.requests, "failed": failed[point.requests]})
             log.keep()
         else:

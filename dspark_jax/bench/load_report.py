@@ -38,7 +38,7 @@ def comparison(found: Mapping[str, Mapping[str, Any]], gamma: int) -> dict[str, 
 
 def verdict(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Over all concurrencies, by scheduler: the least share of the best fixed length, the most over whole blocks, and the
-    least over plain decoding, at all concurrencies up to ALL_UP_TO.
+    least over plain decoding, at all concurrencies up to ALL_UP_TO. `plain_requests` are these concurrencies.
     """
     done = [point for point in points if "comparison" in point]
     if not done:
@@ -54,6 +54,7 @@ def verdict(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "least_of_best_fixed": min(ratios(name, "of_best_fixed", done)),
             "most_of_whole_blocks": max(ratios(name, "of_whole_blocks", done)),
             "least_of_plain": min(ratios(name, "of_plain", few), default=None),
+            "plain_requests": [point["requests"] for point in few],
         }
         for name in names
     }
@@ -100,6 +101,13 @@ def table(report: Mapping[str, Any]) -> str:
         text.append(
             f"{name}: at least {one['least_of_best_fixed']:.1%} of the best fixed length, at most"
             f" {one['most_of_whole_blocks']:.1%} of whole blocks"
-            + ("" if least is None else f", at least {least:.1%} of plain decoding up to {ALL_UP_TO} requests")
+            + ("" if least is None else f", at least {least:.1%} of plain decoding{_at(one.get('plain_requests'))}")
         )
     return "\n".join(text)
+
+
+def _at(concurrencies: Sequence[int] | None) -> str:
+    """Where something was measured; reports of earlier versions do not say it."""
+    if not concurrencies:
+        return ""
+    return f" (at {', '.join(map(str, concurrencies))} request{'s' * (list(concurrencies) != [1])})"

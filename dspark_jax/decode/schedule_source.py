@@ -81,6 +81,10 @@ class ScheduleSource:
                 self.calibration.check(gamma, head_digest(params), unsigned=self.unsigned, source=self.sources[1])
         except ConfigError as error:
             yield str(error)
+        given = self.given.scheduler if self.given else None
+        length = given.length if isinstance(given, FixedLength) else self.setting if self.name == "fixed" else None
+        if length is not None and length > gamma:
+            yield f"the fixed length is {length}; expected 0 … {gamma}, the drafts of a block"
         temperatures = self.given.temperatures if self.given else None
         if temperatures is not None and len(temperatures) != gamma:
             yield f"the Schedule has {len(temperatures)} temperatures; expected {gamma}, one a draft position"

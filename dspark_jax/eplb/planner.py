@@ -9,6 +9,7 @@ from jaxtyping import Int, Num
 from dspark_jax.eplb import solvers
 from dspark_jax.eplb.config import LoadBalancerConfig
 from dspark_jax.eplb.statistics import ExpertStatistics, StatisticsError
+from dspark_jax.eplb.validation import slot_faults
 from dspark_jax.errors import ConfigError, raise_all
 
 Policy = Literal["search", "deepseek", "tensorrt"]
@@ -36,7 +37,9 @@ def plan(
       ConfigError: listing the numbers that do not fit.
     """
     slots = statistics.num_experts if num_slots is None else num_slots
-    table = assign(statistics.load(), slots, expert_ranks, policy=policy, num_groups=num_groups, num_nodes=num_nodes)
+    load = statistics.load()
+    raise_all(ConfigError, "plan", _faults(load, num_slots, expert_ranks, policy, num_groups, num_nodes))
+    table = assign(load, slots, expert_ranks, policy=policy, num_groups=num_groups, num_nodes=num_nodes)
     rows = {layer: row.tolist() for layer, row in zip(statistics.layers, table, strict=True)}
     return LoadBalancerConfig(num_slots=slots, initial_global_assignments=rows)
 
@@ -93,7 +96,8 @@ def check_experts(statistics: ExpertStatistics, num_experts: int) -> None:
         )
 
 
-def _faults(load: np.ndarray, slots: int, ranks: int, policy: str, groups: int, nodes: int) -> list[str]:
+def _faults(load: np.ndarray, slots: int | None, ranks: int, policy: str, groups: int, nodes: int) -> list[str]:
+    """What does not fit; `slots` None: one for every expert."""
     faults = []
     if policy not in get_args(Policy):
         faults.append(f"policy is {policy!r}; expected {', '.join(get_args(Policy))}")
@@ -101,10 +105,15 @@ def _faults(load: np.ndarray, slots: int, ranks: int, policy: str, groups: int, 
         faults.append(f"the load has shape {list(load.shape)}; expected finite numbers >= 0, [layers, experts]")
     if ranks < 1:
         faults.append(f"{ranks} expert ranks; expected at least 1")
-    elif slots % ranks:
-        faults.append(f"num_slots is {slots}; expected a multiple of the {ranks} expert ranks")
-    if load.ndim == 2 and slots < load.shape[1]:
-        faults.append(f"num_slots is {slots}; expected at least {load.shape[1]}, a slot for every expert")
+    elif load.ndim == 2:
+        experts = load.shape[1]
+        if slots is not None:
+            faults += slot_faults(slots, experts, ranks)
+        elif experts % ranks:
+            faults.append(
+                f"num_slots is not given, and one slot for each of the {experts} experts makes no multiple of the {ranks}"
+                f" expert ranks: give a number of slots, such as {-(-experts // ranks) * ranks}"
+            )
     if groups < 1 or nodes < 1:
         faults.append(f"{groups} expert groups on {nodes} nodes; expected at least 1 of each")
     return faults

@@ -135,10 +135,8 @@ class ExpertStatistics:
         }
         if not kept:
             first, last = self.iterations[0], self.iterations[-1]
-            raise StatisticsError(
-                f"no recorded iteration lies in [{'' if start is None else start}, {'' if stop is None else stop});"
-                f" recorded are {first} … {last}"
-            )
+            ends = [*([] if start is None else [f"from {start} on"]), *([] if stop is None else [f"before {stop}"])]
+            raise StatisticsError(f"no iteration {' and '.join(ends)} was recorded; recorded are {first} … {last}")
         return ExpertStatistics(self.num_experts, self.top_k, self.ranks, kept)
 
     def by_iteration(self, layer: int) -> Int[np.ndarray, "iterations E"]:

@@ -216,13 +216,22 @@ def _range_faults(ranges: Ranges, layers: int) -> list[str]:
         if first < 0 or end > layers:
             faults.append(f"rank {rank} ({_span(first, end)}) is out of range; the model has layers 0-{layers - 1}")
         if first > after:
-            faults.append(f"layers {_span(after, first)} in front of rank {rank} are on no rank")
+            faults.append(f"{layer_names(after, first)} in front of rank {rank} {_are(after, first)} on no rank")
         elif 0 <= first < after:
             faults.append(f"rank {rank} begins at layer {first}, but layers up to {after - 1} are on ranks before it")
         after = max(after, end)
     if after < layers:
-        faults.append(f"layers {_span(after, layers)} behind the last rank are on no rank")
+        faults.append(f"{layer_names(after, layers)} behind the last rank {_are(after, layers)} on no rank")
     return faults
+
+
+def layer_names(first: int, end: int) -> str:
+    """Layers first … end - 1 as text: "layers 0-20", "layer 21"."""
+    return f"layer {first}" if end - first == 1 else f"layers {_span(first, end)}"
+
+
+def _are(first: int, end: int) -> str:
+    return "is" if end - first == 1 else "are"
 
 
 def _span(first: int, end: int) -> str:

@@ -328,6 +328,15 @@ def _bucket_faults(spec: PipelineSpec, sizes: RingConfig):
         yield f"buckets is {sizes.buckets}; expected None without a schedule: whole blocks have one size"
     if any(n < 1 for n in buckets) or any(a >= b for a, b in zip(buckets, buckets[1:], strict=False)):
         yield f"buckets is {buckets}; expected ascending numbers of rows from 1 on"
+    if spec.draft is not None and sizes.slots > 0:
+        slots = sizes.slots // spec.expert
+        whole = slots * (spec.gamma + 1)
+        large = [n for n in buckets if n > whole]
+        if large:
+            yield (
+                f"buckets has {', '.join(map(str, large))}; expected at most {whole}, the rows of {slots} whole blocks on an"
+                " expert rank"
+            )
 
 
 def _placement_faults(spec: PipelineSpec, placement: Placement):

@@ -20,6 +20,7 @@ from dspark_jax.checkpoint.reader import Weights
 from dspark_jax.decode.item import Control
 from dspark_jax.decode.profile_table import Fingerprint
 from dspark_jax.decode.sampling import SamplingParams
+from dspark_jax.decode.schedule import bucket_sizes
 from dspark_jax.decode.schedule_source import SchedulerOption, fingerprint_of, schedule_source
 from dspark_jax.decode.verify import REJECTION, verify_faults
 from dspark_jax.eplb.collect import ExpertCounter
@@ -144,7 +145,8 @@ class Engine:
         if source is not None:
             here = fingerprint_of(config, draft, params, mesh, ranges=self.plan.ranges, placement=placed)
             source.check(draft, here, params)
-            buckets = source.buckets if buckets is None else buckets
+            if buckets is None and source.buckets is not None:  # a table may go further than this engine's rows
+                buckets = bucket_sizes(per_batch // expert, spec.gamma, source.buckets)
         sizes = RingConfig(
             per_batch, self.max_len, chunk, rounds_per_call, logprobs=max_logprobs, count_experts=count_experts is not None,
             schedule=source and source.schedule(per_batch // expert, spec.gamma),
@@ -185,11 +187,13 @@ class Engine:
         request_id: Hashable | None = None,
         ignore_eos: bool = False,
     ) -> Hashable:
-        """Queues a request and returns its id, by default a number. Raises RequestError that names every fault."""
+        """Queues a request and returns its id, by default a number not in use. Raises RequestError that names every fault."""
         self._check_process()
         request = self._reader.read([prompt], params, ignore_eos)[0]
         with self._lock:
             index = next(self._numbers)
+            while request_id is None and index in self._entries:  # a caller has chosen that number as an id
+                index = next(self._numbers)
             key = index if request_id is None else request_id
             if key in self._entries:
                 raise RequestError(f"request_id {key!r} is in use; choose another, or read that request to its end first")

@@ -25,12 +25,13 @@ def _no_device_work(lm: LM, monkeypatch: pytest.MonkeyPatch):
     ("prompts", "message"),
     [
         ([], "prompts is empty; expected at least one prompt"),
-        ("abc", "prompts is a str; expected a list of texts or of id lists, as in [prompt]"),
+        ("abc", "prompts is 'abc' (str); expected a list of texts or of id lists, as in [prompt]"),
         (iter(["a"]), "expected a list of texts"),
         ([""], "request: the prompt is empty; expected some text"),
         ([[]], "the prompt is empty; expected at least one token id"),
-        ([7], "the prompt is a int; expected a text or a list of token ids"),
-        ([b"ab"], "the prompt is a bytes; expected"),
+        ([7], "the prompt is 7 (int); expected a text or a list of token ids"),
+        ([b"ab"], "the prompt is b'ab' (bytes); expected"),
+        ([None], "the prompt is None; expected a text"),
         ([[0, 16, -1, 2.5, True]], "the prompt holds 16, -1, 2.5, True; expected token ids in 0 … 15"),
         ([[99] * 9], "the prompt holds 99, 99, 99, 99, 99, …; expected token ids"),
         (["a\udcff"], "the prompt cannot be encoded: 'utf-8' codec can't encode character '\\udcff' in position 1"),
@@ -39,7 +40,7 @@ def _no_device_work(lm: LM, monkeypatch: pytest.MonkeyPatch):
             [[3] * 10],
             "the prompt has 10 tokens; expected at most 9 (max_len is 10, one position is for the answer)",
         ),
-        (["abcdefghi"], "with a larger max_len, up to 512"),
+        (["abcdefghi"], "shorten it, or in Python load the model with a larger max_len, up to 512"),
     ],
 )
 def test_bad_prompts(lm: LM, prompts, message: str):
@@ -60,8 +61,8 @@ def test_the_longest_prompt_is_accepted():
             SamplingParams(stop_token_ids=(16,)),
             "stop_token_ids holds [16]; expected token ids >= 0 below",
         ),
-        ({"temperature": 1}, "params is a dict; expected SamplingParams"),
-        ([SamplingParams(), {"seed": 1}], "params[1]: is a dict; expected SamplingParams (its from_dict reads a dict)"),
+        ({"temperature": 1}, "params is {'temperature': 1} (dict); expected SamplingParams"),
+        ([SamplingParams(), {"seed": 1}], "params[1] is {'seed': 1} (dict); expected SamplingParams (its from_dict"),
         ([SamplingParams()] * 3, "params has 3 entries for 2 prompts; expected one for all or one a prompt"),
         (
             SamplingParams(stop_token_ids=tuple(range(8))),

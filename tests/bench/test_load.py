@@ -121,10 +121,32 @@ def test_figures_and_comparison():
     assert found["stale-size"] == pytest.approx({"of_best_fixed": 1.1, "of_whole_blocks": 1.76, "of_plain": 2.2})
     other = {"stale-size": {"of_best_fixed": 0.9, "of_whole_blocks": 1.0, "of_plain": 0.5}}
     points = [{"requests": 4, "comparison": found}, {"requests": 128, "comparison": other}, {"requests": 256, "failed": "x"}]
-    assert verdict(points) == {
-        "stale-size": pytest.approx({"least_of_best_fixed": 0.9, "most_of_whole_blocks": 1.76, "least_of_plain": 2.2})
-    }
+    one = verdict(points)["stale-size"]
+    assert one.pop("plain_requests") == [4]
+    assert one == pytest.approx({"least_of_best_fixed": 0.9, "most_of_whole_blocks": 1.76, "least_of_plain": 2.2})
     assert verdict([{"requests": 1, "failed": "x"}]) == {}
+
+
+@pytest.mark.parametrize(("measured", "said"), [([1], "(at 1 request)"), ([1, 4, 128], "(at 1, 4 requests)")])
+def test_the_verdict_names_what_was_measured(measured, said):
+    rates = {"plain": 40, "fixed:3": 50, "stale-size": 88}
+    each = {name: {"tokens_per_second": rate} for name, rate in rates.items()}
+    points = [{"requests": n, "competitors": each, "comparison": comparison(each, 3)} for n in measured]
+    shown = table({"points": points, "synthetic": False, "verdict": verdict(points)})
+    assert shown.endswith(f"at least 220.0% of plain decoding {said}")
+
+
+def test_progress_says_that_rates_are_medians(capsys):
+    run = Run(2.0, 10, 40, 100, 80, 60)
+    point = SimpleNamespace(
+        requests=1, names=("plain", "fixed:3"), seconds=[0.1], contest=SimpleNamespace(buckets=(4,)),
+        drafting=SimpleNamespace(ring=SimpleNamespace(gamma=3)), allocate=lambda: None, free=lambda: None,
+        measure_steps=lambda *_: None, interleaved=lambda *_: iter([[run, run]] * 2),
+    )  # fmt: skip
+    load.measure(point, settings(1, rounds=10), load.Log(None, {}))  # type: ignore[arg-type]
+    first, second = [line for line in capsys.readouterr().err.splitlines() if "repeat" in line]
+    assert "1 request, repeat 1 of 2: plain 50.0, fixed:3 50.0 tokens/s" in first
+    assert "1 request, repeat 2 of 2: median so far, plain 50.0" in second
 
 
 @pytest.fixture

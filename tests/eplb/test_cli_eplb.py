@@ -154,10 +154,12 @@ def test_plan_without_draft_statistics_is_refused_for_a_model_with_a_drafter(run
     [
         (["report", "{tmp}/absent"], "no such folder"),
         (["report", "{statistics}", "--ep", "0"], "--ep is 0; expected at least 1"),
-        (["report", "{statistics}", "--iter-start", "90"], "no recorded iteration lies in [90, )"),
+        (["report", "{statistics}", "--iter-start", "90"], "no iteration from 90 on was recorded"),
         (["report", "{statistics}", "--plot", "{tmp}/x.txt"], "the ending is '.txt'"),
         (["report", "{statistics}", "--config", "{tmp}/absent.yaml"], "cannot be read"),
         (["plan", "{statistics}", "--output", "{tmp}/x", "--policy", "magic"], "policy is 'magic'"),
+        (["plan", "{statistics}", "--output", "{tmp}/x", "--ep", "3"], "one slot for each of the 4 experts makes no multiple"),
+        (["plan", "{statistics}", "--output", "{tmp}/x", "--ep", "4", "--num-slots", "6"], "use 4 or 8"),
         (["plan", "{statistics}", "--output", "{tmp}/absent/x"], "cannot be written"),
         (["plan", "{statistics}", "--output", "{tmp}/x", "--model", "nano"], "count 4 experts a layer, the model has 16"),
         (["plan", "{statistics}"], "Missing option '--output'"),

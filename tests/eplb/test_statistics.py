@@ -45,8 +45,10 @@ def test_ranks_are_summed_and_iterations_added_up(tmp_path):
     assert found.window(8).load().tolist() == [[1, 10, 0], [3, 3, 3]]
     assert found.window(stop=8).load().tolist() == [[11, 2, 3], [0, 0, 5]]
     assert found.window(7, 9).load().tolist() == found.load().tolist()
-    with pytest.raises(StatisticsError, match=r"no recorded iteration lies in \[9, \); recorded are 7 … 8"):
+    with pytest.raises(StatisticsError, match="no iteration from 9 on was recorded; recorded are 7 … 8"):
         found.window(9)
+    with pytest.raises(StatisticsError, match="no iteration from 2 on and before 5 was recorded"):
+        found.window(2, 5)
 
 
 def test_draft_layers_may_be_absent_in_some_iterations(tmp_path):

@@ -102,7 +102,7 @@ def test_a_model_without_a_drafter(run, folder):
     ("arguments", "messages"),
     [
         (["--mesh", "4x3"], ["4 pipe ranks for 3 layers", "expert is 3; expected a divisor"]),
-        (["--mesh", "2x1", "--stages", "0-0,2-3"], ["layers 1-1 in front of rank 1", "rank 1 (2-3) is out of range"]),
+        (["--mesh", "2x1", "--stages", "0-0,2-3"], ["layer 1 in front of rank 1", "rank 1 (2-3) is out of range"]),
         (["--mesh", "2x1", "--stages", "1,1,1"], ["3 stages given for 2 pipe ranks"]),
         (
             ["--mesh", "2x1", "--rows", "0", "--context", "33"],

@@ -303,16 +303,16 @@ def test_given_stages(stages, ranges):
 @pytest.mark.parametrize(
     ("stages", "pipe", "messages"),
     [
-        ("0-20,22-42", 2, ["layers 21-21 in front of rank 1 are on no rank"]),
+        ("0-20,22-42", 2, ["layer 21 in front of rank 1 is on no rank"]),
         ("0-20,20-42", 2, ["rank 1 begins at layer 20, but layers up to 20 are on ranks before it"]),
-        ("0-20,21-41", 2, ["layers 42-42 behind the last rank are on no rank"]),
+        ("0-20,21-41", 2, ["layer 42 behind the last rank is on no rank"]),
         ("0-20,21-43", 2, ["rank 1 (21-43) is out of range; the model has layers 0-42"]),
         ("21-42,0-20", 2, ["layers 0-20 in front of rank 0", "rank 1 begins at layer 0, but"]),
         ("0-20,30-25,21-42", 3, ["rank 1 (30-25) has no layer"]),
         (
             "1-20,22-50",
             3,
-            ["layers 0-0 in front", "layers 21-21 in front", "out of range", "2 stages given for 3 pipe"],
+            ["layer 0 in front", "layer 21 in front", "out of range", "2 stages given for 3 pipe"],
         ),
         ("21,21", 2, ["the layer counts [21, 21] sum to 42; the model has 43 layers"]),
         ("0,44", 2, ["rank 0 has no layer", "sum to 44"]),

@@ -246,6 +246,19 @@ def test_a_bad_request_is_refused_and_the_others_go_on(arguments, words):
     assert e.result(key).tokens == solo()[2][0]
 
 
+def test_numbers_that_a_caller_has_chosen_are_passed_over():
+    e = engine(2, 2)
+    first = e.submit([1])
+    assert isinstance(first, int)
+    keys = [first, e.submit([1], request_id=first + 2), e.submit([1]), e.submit([1])]
+    assert keys == [first, first + 2, first + 3, first + 4]
+    for key in keys:
+        e.stream(key).close()
+        e.abort(key)
+    while e.busy:
+        e.step()
+
+
 def test_an_id_in_use_is_refused():
     e = engine(2, 2)
     key = e.submit(*requests()[0], request_id="twice")
@@ -261,7 +274,7 @@ def test_an_id_in_use_is_refused():
         ({"mesh": (1, 1), "slots": 0}, "slots is 0"),
         ({"mesh": (5, 1)}, "5 pipe ranks for 4 layers; expected at most one rank a layer"),
         ({"mesh": (1, 3), "slots": 3}, "expert is 3; expected a divisor of the model's 8 routed experts"),
-        ({"mesh": (2, 1), "stages": ((0, 2), (3, 4))}, "layers 2-2 in front of rank 1 are on no rank"),
+        ({"mesh": (2, 1), "stages": ((0, 2), (3, 4))}, "layer 2 in front of rank 1 is on no rank"),
         ({"mesh": (2, 1), "stages": "0-4,3"}, "mixes layer ranges and layer counts"),
         ({"mesh": (1, 1), "max_len": 1000}, "max_len is 1000; expected 2 … 64"),
     ],
