@@ -365,7 +365,7 @@ def test_a_tensor_in_two_files(sharded):
     ("index", "said"),
     [
         ("{", "not valid JSON"),
-        ("[]", "holds a list; expected a JSON object"),
+        ("[]", "holds [] (list); expected a JSON object"),
         ("{}", "no weight_map"),
         ('{"weight_map": {"norm.weight": "../model.safetensors"}}', "expected the name of a file in the folder"),
         ('{"weight_map": {"norm.weight": 3}}', "expected the name of a file in the folder"),
