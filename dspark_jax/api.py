@@ -55,7 +55,7 @@ def model_folder(model: str | Path) -> Path:
         return ASSETS / model
     if str(model) and Path(model).is_dir():
         return Path(model)
-    if str(model).endswith(".gguf") and Path(model).is_file():
+    if is_gguf(model):
         raise CheckpointError(
             f"model {str(model)!r} is a GGUF file, which runs by `load` and `dspark-jax generate` on one pipeline rank of one"
             " process; expected the path of a folder here"
@@ -71,6 +71,11 @@ def model_folder(model: str | Path) -> Path:
         f"model {str(model)!r} {problem}; expected {known} or the path of a folder with config.json, *.safetensors and"
         " tokenizer.json" + (f"; did you mean {near[0]!r}?" if near else "")
     )
+
+
+def is_gguf(model: str | Path) -> bool:
+    """Whether `model` is the path of a GGUF file."""
+    return str(model).endswith(".gguf") and Path(model).is_file()
 
 
 def load(
@@ -103,21 +108,23 @@ def load(
 
     Raises CheckpointError or ConfigError for a model that is missing, damaged or contradictory.
     """
-    file = Path(model) if str(model).endswith(".gguf") and Path(model).is_file() else None
-    folder = model_folder(model) if file is None else file
-    raise_all(ConfigError, "load", verify_faults(verify))
+    path = Path(model) if is_gguf(model) else model_folder(model)
+    faults = list(verify_faults(verify))
+    if path.is_file() and weights != "dequantised":
+        faults.append(f"weights is {weights!r}; a GGUF file is dequantised when it is read: use 'dequantised'")
+    raise_all(ConfigError, "load", faults)
     source = schedule_source(scheduler, profile, temperatures, unsigned)
     mesh = checked_mesh(mesh)
     default = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else jnp.bfloat16
     dtype = default if dtype is None else dtype
     # LM reads the weights, when it has checked everything else.
-    if file is None:
-        read, tokenizer = open_checkpoint(folder, dtype=dtype, axis=EXPERT, weights=weights), read_tokenizer(folder)
-        chat = read_chat(folder, tokenizer)
+    if path.is_dir():
+        read, tokenizer = open_checkpoint(path, dtype=dtype, axis=EXPERT, weights=weights), read_tokenizer(path)
+        chat = read_chat(path, tokenizer)
     else:
         from dspark_jax.checkpoint.gguf_file import open_gguf  # its package is an extra
 
-        read, tokenizer, chat = open_gguf(file, dtype=dtype)
+        read, tokenizer, chat = open_gguf(path, dtype=dtype)
     return LM(
         read.config, read.draft, read.graph, read.params, tokenizer, mesh=mesh, max_len=max_len, scheduler=source,
         verify=verify, chat=chat,

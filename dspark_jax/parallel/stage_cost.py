@@ -81,8 +81,8 @@ class CostModel:
       head_launches: collapse, norm, product; then verification with its search for the thresholds of top-k and top-p.
       step_launches: of one step of the sequential head: bias, law with the same search, noise, argmax.
       logit_passes: times that sampling reads or writes a row's fp32 logits.
-      grouped_experts: only the experts that rows visit are read and computed, as a grouped kernel would; False: all experts
-        on all rows, as `dspark_kernels.expert_mlp` does.
+      grouped_experts: only the experts that rows visit are read and computed, as by the kernel of `dspark_kernels.expert_mlp`;
+        False: all experts on all rows, as by its reference, with which rate and launches were fitted.
     """
 
     read_bandwidth: float = 4.19e12

@@ -185,6 +185,8 @@ def test_faults(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     refused(r"block_count is 1000000000, and .* 3 layers", fields=lambda f: f.update({"llama.block_count": 10**9}))
     refused("rope.dimension_count is 4", fields=lambda f: f.update({"llama.rope.dimension_count": 4}))
     refused("merges do not belong", fields=lambda f: f.update({"tokenizer.ggml.merges": ["a §"]}))
+    with pytest.raises(ConfigError, match="weights is 'quantised'; a GGUF file is dequantised"):
+        load(file, weights="quantised")
     bad = write(tmp_path / "nan.gguf", tensors=lambda t: t["output_norm.weight"].__setitem__(0, np.nan))
     with pytest.raises(CheckpointError, match=r"output_norm\.weight is not finite as float32"):
         load(bad, dtype=jnp.float32, max_len=64)

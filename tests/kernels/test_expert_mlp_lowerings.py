@@ -142,19 +142,19 @@ def test_the_bound_of_tiles_is_reached():
 def empty(kind: WeightFormat, experts: int, inputs: int, outputs: int):
     """Zeros; under `eval_shape`, shapes."""
     if kind in ("f32", "bf16"):
-        return jnp.zeros((experts, inputs, outputs), jnp.bfloat16)
+        return jnp.zeros((experts, inputs, outputs), jnp.float32 if kind == "f32" else jnp.bfloat16)
     codes, scale = ((experts, *shape) for shape in block_shapes(kind, inputs, outputs))
     return BlockScaled(jnp.zeros(codes, jnp.uint8 if kind == "fp4" else jnp.float8_e4m3fn), jnp.zeros(scale, jnp.uint8))
 
 
 @pytest.mark.parametrize("rows", [8, 4096])
-@pytest.mark.parametrize("kind", ["bf16", "fp8", "fp4"])
+@pytest.mark.parametrize("kind", ["f32", "bf16", "fp8", "fp4"])
 def test_lowers_for_cuda_without_a_gpu(kind, rows):
     experts, width, inner = 256, 4096, 2048
     sizes = ((width, inner), (width, inner), (inner, width))
     arguments = jax.eval_shape(
         lambda: [
-            jnp.zeros((rows, width), jnp.bfloat16),
+            jnp.zeros((rows, width), jnp.float32 if kind == "f32" else jnp.bfloat16),
             jnp.zeros((rows, 6), jnp.int32),
             jnp.zeros((rows, 6)),
             *(empty(kind, experts, i, o) for i, o in sizes),

@@ -74,12 +74,12 @@ def test_gradients_are_the_references():
         np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("rows", [6, 48, 512])
-def test_lowers_for_cuda_without_a_gpu(rows):
-    _, parts = mix_blocks(rows, 4 * 4096)
-    assert (4 * 4096) % (parts * 128) == 0
-    arguments = [jax.ShapeDtypeStruct((rows, 4, 4096), "bfloat16")]
-    arguments += [jax.ShapeDtypeStruct(shape, "float32") for shape in ((4 * 4096, 24), (24,), (3,))]
+@pytest.mark.parametrize(("rows", "width"), [(6, 4096), (48, 4096), (512, 4096), (6, 224)])
+def test_lowers_for_cuda_without_a_gpu(rows, width):
+    _, parts = mix_blocks(rows, 4 * width)
+    assert (4 * width) % (parts * 128) == 0
+    arguments = [jax.ShapeDtypeStruct((rows, 4, width), "bfloat16")]
+    arguments += [jax.ShapeDtypeStruct(shape, "float32") for shape in ((4 * width, 24), (24,), (3,))]
     pre = functools.partial(hc.pre, **OPTIONS)
     assert count_kernels(lower_for_cuda(functools.partial(pre, implementation="triton"), *arguments)) == 2
     expand = (arguments[0], *jax.eval_shape(pre, *arguments))
