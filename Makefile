@@ -36,12 +36,13 @@ ORACLE_PY := $(ORACLE_VENV)/bin/python
 ORACLE_OUT := .cache/oracles
 ORACLE_SCRIPTS := $(addprefix $(ORACLES)/,v4_oracle.py tiny_v4.py make_goldens.py dense_goldens.py random_configs.py transformers_v4.py)
 
-.PHONY: help venv demo test test-long lint format oracles oracle-files clean
+.PHONY: help venv demo test test-long notebooks lint format oracles oracle-files clean
 
 help:
 	@echo "make demo       one prompt through the shipped model, speculative and plain decoding side by side"
 	@echo "make test       the test suite"
 	@echo "make test-long  the cases with large samples and many steps, and the live oracles"
+	@echo "make notebooks  every notebook from top to bottom"
 	@echo "make lint       ruff and pyright"
 	@echo "make format     what ruff can mend by itself"
 	@echo "make oracles    parity with PyTorch and transformers, in an environment of its own"
@@ -62,6 +63,9 @@ test: $(VENV_STAMP)
 
 test-long: $(VENV_STAMP) oracle-files
 	$(PYTEST) -m "long or oracle" $(ARGS)
+
+notebooks: $(VENV_STAMP)
+	$(PYTEST) --dist load -m notebook tests/notebooks $(ARGS)
 
 lint: $(VENV_STAMP)
 	$(PY) -m ruff check .

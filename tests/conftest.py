@@ -49,7 +49,7 @@ from hypothesis import settings  # noqa: E402
 settings.register_profile("dspark", deadline=None, derandomize=True, database=None)
 settings.load_profile("dspark")
 
-MAPPINGS = 25_000  # of memory, from which on programs are dropped; Linux ends a process that wants more than 65,530
+MAPPINGS = 40_000  # of memory, from which on programs are dropped; Linux ends a process that wants more than 65,530
 
 
 @pytest.fixture(scope="module", autouse=True)

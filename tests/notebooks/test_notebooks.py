@@ -50,6 +50,7 @@ def test_the_committed_copy_was_run_and_is_small(path: Path):
     assert path.stat().st_size < MAX_BYTES
 
 
+@pytest.mark.notebook
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path: Path, tmp_path: Path):
     out = tmp_path / "out.ipynb"
