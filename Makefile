@@ -11,8 +11,7 @@ EXTRAS ?= dev
 # More arguments: make test ARGS="-k verify -x"
 ARGS ?=
 # Test processes. Most of the time goes into compiling, which one process does on one core. A file stays in one process,
-# where its tests share models and compiled programs. (In the order of the tree, --no-loadscope-reorder, both processes
-# compile the same programs at the same time: a quarter more work.)
+# where its tests share models and compiled programs.
 WORKERS ?= 2
 PYTEST = $(PY) -m pytest -q -n $(WORKERS) --dist loadfile
 PROMPT ?= def read_lines(path):

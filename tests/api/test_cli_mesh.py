@@ -87,6 +87,7 @@ def test_a_bad_prompt_is_refused_before_compilation(run, monkeypatch):
     assert code == 2 and out == "" and "the prompt has 100 tokens; expected at most 63" in err
 
 
+@pytest.mark.long
 def test_a_runner_answers_several_prompts_side_by_side(monkeypatch):
     monkeypatch.setattr("dspark_jax.cli_engine.Engine", lambda *_, **__: engine(2, 1))
     runner = EngineRunner("tiny", make_mesh(2, 1))
