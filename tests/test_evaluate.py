@@ -38,6 +38,7 @@ def nano() -> LM:
     return load("nano")
 
 
+@pytest.mark.long
 def test_counts_of_a_drafter_that_always_agrees(spelling: LM):
     prompts = [EvalPrompt("abc", "up"), EvalPrompt("k", "down"), EvalPrompt("de", "up")]
     up, down, both = evaluate(spelling, prompts, SamplingParams(max_tokens=26), batch=2)

@@ -99,6 +99,7 @@ def test_a_runner_answers_several_prompts_side_by_side(monkeypatch):
     assert runner.draft_config is engine(2, 1).draft_config and runner.decode([0, 1]) == "ab"
 
 
+@pytest.mark.long
 def test_a_runner_asks_for_the_stages_given_and_the_fewest_slots(monkeypatch):
     asked = []
     monkeypatch.setattr("dspark_jax.cli_engine.Engine", lambda *_, **options: asked.append(options) or engine(2, 1))

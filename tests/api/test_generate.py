@@ -31,6 +31,7 @@ def letters(start: str, count: int) -> str:
 # The real model: ragged prompts, some of several chunks.
 
 
+@pytest.mark.long
 def test_speculative_greedy_text_is_plain_greedy_text_and_the_models_own(tiny: LM, tiny_model):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 12, n).tolist() for n in (1, 70, 9, 131)]

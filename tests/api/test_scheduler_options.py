@@ -185,6 +185,7 @@ def hasty() -> LM:
     return lookup_lm(target, noisy(target), chunk=4, scheduler=Schedule(EarlyStop(cost)))
 
 
+@pytest.mark.long
 def test_the_batch_interface_gives_the_same_text_and_counts_what_it_verified(hasty: LM):
     params, rounds = SamplingParams(max_tokens=30), []
     plain = hasty.generate(["abc", "k"], params, speculate=False)

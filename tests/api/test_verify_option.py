@@ -32,6 +32,7 @@ def texts(lm: LM, **options) -> list[tuple[int, ...]]:
     return [c.tokens for c in lm.generate(PROMPTS, PARAMS, ignore_eos=True, **options)]
 
 
+@pytest.mark.long
 def test_the_text_is_the_same_for_every_drafter_and_for_none(coupled: LM, babbling: LM):
     plain = texts(coupled, speculate=False)
     found = coupled.generate(PROMPTS, PARAMS, ignore_eos=True)

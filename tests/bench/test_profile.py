@@ -104,6 +104,7 @@ def own_engine(mesh: tuple[int, int]) -> Engine:
 WANTED = [(1, 4, 4), (2, 4, 4), (2, 8, 8)]  # requests, rows, bucket
 
 
+@pytest.mark.long
 def test_every_cell_is_measured_with_and_without_the_drafter():
     said = []
     times = own_engine((1, 1)).measure_steps(2, said.append)

@@ -31,6 +31,7 @@ TRUTH = replace(
 FLASH = Setting(*scaled(*v4_flash(), 14), 16, 4096)
 
 
+@pytest.mark.long
 def test_stages_are_run_and_every_rank_is_reported(tmp_path):
     out = tmp_path / "times.json"
     found = stage_times.run(SETTING, [2], out=out, fitting=False)

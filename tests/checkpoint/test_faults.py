@@ -135,7 +135,11 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+# Their kind has another one in the list.
+LONG = {"absurd experts", "absurd depth", "absurd tensor", "truncated shard", "wrong dtype"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in FAULTS])
 def test_a_fault_is_refused_and_nothing_stays_on_a_device(name, model):
     damage, said = FAULTS[name]
     damage(*model)

@@ -140,6 +140,7 @@ def both(exported) -> list[LM]:
     return [load(exported, weights="dequantised"), load(exported, weights="quantised")]
 
 
+@pytest.mark.long
 def test_both_ways_of_keeping_nanos_experts_give_the_same_tokens(both):
     assert [v4_config(lm.config, "nano").expert_weights for lm in both] == ["dense", "fp4"]
     texts = [both[0].encode(p.prompt) for p in read_prompts(PROMPTS)]

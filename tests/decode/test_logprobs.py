@@ -85,6 +85,7 @@ def test_a_stop_in_the_middle_of_a_block_ends_them_there(lm: LM):
         assert short.logprobs == whole.logprobs[:count]
 
 
+@pytest.mark.long
 def test_each_request_gets_what_it_asked_for(lm: LM):
     asked = [None, 0, 1, 5, VOCAB]
     found = lm.generate(PROMPTS, [params(logprobs=n) for n in asked])

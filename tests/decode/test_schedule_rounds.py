@@ -66,6 +66,7 @@ def verdict(tokens: np.ndarray) -> Match:
     return Match(total_variation(counts / counts.sum(), law.ravel()), g_test(counts, law))
 
 
+@pytest.mark.long
 def test_three_tokens_have_the_targets_law():
     tokens, verified = run("stale size")
     found = verdict(tokens)

@@ -124,6 +124,7 @@ def test_both_placements_also_when_they_change_in_flight(kind, pipe, expert, fol
     same(read(engine, [engine.result(key) for key in keys]), expected)
 
 
+@pytest.mark.long
 def test_nothing_stays_on_devices_where_a_scale_is_no_number(tmp_path):
     write_quantised(tmp_path, config(1), DRAFT, shards=1)
     file = tmp_path / "model-00001-of-00001.safetensors"

@@ -93,7 +93,7 @@ class TestKernels:
         np.testing.assert_allclose(run(arguments, KERNEL), expected, rtol=0, atol=tolerance(case) * abs(expected).max())
         assert expected.any() == (case.kept != "none")
 
-    @pytest.mark.parametrize("kind", ["bf16", "fp8", "fp4"])
+    @pytest.mark.parametrize("kind", ["bf16", "fp4", pytest.param("fp8", marks=pytest.mark.long)])
     def test_weights_as_the_left_operand(self, kind):
         case = Case(40, 3, 2, kind)
         arguments = inputs(case)

@@ -136,6 +136,7 @@ def test_b27_verify_widths_that_change_every_round():
     assert min(lengths) > 3 * 13  # every ring of window + gamma turned three times
 
 
+@pytest.mark.long
 def test_b27_a_ring_without_room_for_the_block_would_lose_its_window():
     """The checks above notice a ring that is too short: one that protects a single row."""
     lengths = [20] * SLOTS

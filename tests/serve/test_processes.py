@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("mesh", "emulated"),
     [
-        ((2, 1), 1),
+        pytest.param((2, 1), 1, marks=pytest.mark.long),
         pytest.param((1, 2), 1, marks=pytest.mark.long),
         pytest.param((2, 2), 2, marks=pytest.mark.long),
     ],
