@@ -36,7 +36,7 @@ LONG = [pytest.param(*x, marks=pytest.mark.long) for x in SHAPES]
 
 @pytest.mark.parametrize(
     ("width", "slots", "busy"),
-    [pytest.param(4, 2, True, marks=pytest.mark.long), *LONG],
+    [(4, 2, True), *LONG],
     ids=lambda x: str(x),
 )
 def test_logits_agree_across_buckets(width: int, slots: int, busy: bool):

@@ -38,7 +38,6 @@ def size(shape) -> int:
     return int(np.prod(shape.shape)) * shape.dtype.itemsize
 
 
-@pytest.mark.long
 def test_caches_are_updated_in_place(compiled):
     ring, program = compiled
     caches = sum(map(size, ring.caches.shapes.values()))
@@ -47,7 +46,6 @@ def test_caches_are_updated_in_place(compiled):
     assert memory.alias_size_in_bytes > 0.99 * memory.output_size_in_bytes
 
 
-@pytest.mark.long
 def test_no_instruction_copies_a_cache(compiled):
     ring, program = compiled
     part = max(map(size, ring.caches.shapes.values())) // ring.pipe  # what one microbatch has of the largest cache
@@ -57,7 +55,6 @@ def test_no_instruction_copies_a_cache(compiled):
     assert [s for s in sizes if s[1] >= part] == []
 
 
-@pytest.mark.long
 def test_temporaries_stay_below_a_layers_working_set(compiled):
     """The entries of one microbatch in the layer that has the most: what its attention must read anyway."""
     ring, program = compiled
