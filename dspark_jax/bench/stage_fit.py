@@ -19,6 +19,8 @@ UNKNOWN = (
     ("indexer_launches",),
     ("head_launches", "step_launches"),
     ("logit_passes",),
+    ("head_passes",),
+    ("block_spread",),
 )
 PRIOR = 0.01  # relative error that a factor e away from the given value is worth
 FARTHEST = 20.0  # largest factor away from it

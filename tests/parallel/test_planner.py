@@ -170,7 +170,7 @@ def test_equal_costs_are_cut_evenly():
 @pytest.mark.parametrize("model", [v4_flash, v4_pro])
 def test_published_models_are_balanced(model, pipe, expert):
     plan = plan_stages(*model(), pipe, rows=48 * expert, context=8192, expert=expert)
-    assert plan.balance >= 0.95
+    assert plan.balance >= 0.94  # a layer is 2 to 3 % of the whole
     counts = [end - first for first, end in plan.ranges]
     assert counts[-1] == min(counts) < max(counts)  # the last rank drafts
     assert sum(plan.share) == pytest.approx(1) and max(plan.positions) - min(plan.positions) <= 2
@@ -201,6 +201,8 @@ MODEL = CostModel(
     head_launches=8,
     step_launches=5,
     logit_passes=8,
+    head_passes=0,
+    block_spread=1,
     grouped_experts=True,
 )
 
@@ -260,6 +262,16 @@ def test_costs_follow_kind_rows_context_and_ranks():
     load = Workload(48, 8192)
     drafter = model.drafter(FLASH, draft, load)
     assert drafter > 3 * layer(1, rows=40) and drafter > model.drafter(FLASH, replace(draft, head="none"), load)
+    # Rows of a block that stay together visit no more experts than the anchors do, and still pass the products.
+    together = replace(model, block_spread=0.0)
+    saved = active_experts(FLASH, 40) - active_experts(FLASH, 8)
+    bound = 3 * saved * 3 * 4096 * 2048 * 2 / model.read_bandwidth
+    assert drafter - together.drafter(FLASH, draft, load) == pytest.approx(bound, rel=0.01)
+    # Each pass over the fp32 heads of 48 rows is read by every layer and, of 40 rows, by every stage.
+    passes = replace(model, head_passes=1)
+    width = 64 * 512 * 4 / model.read_bandwidth
+    assert passes.layer(FLASH, draft, 1, load) - layer(1) == pytest.approx(48 * width, rel=0.01)
+    assert passes.drafter(FLASH, draft, load) - drafter == pytest.approx(3 * 40 * width, rel=0.01)
     # Five steps read markov_w2, whatever the number of expert ranks.
     reading = replace(MODEL, matmul_rate=1e30)
     for expert in (1, 4):
