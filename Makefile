@@ -35,13 +35,18 @@ ORACLE_PY := $(ORACLE_VENV)/bin/python
 ORACLE_OUT := .cache/oracles
 ORACLE_SCRIPTS := $(addprefix $(ORACLES)/,v4_oracle.py tiny_v4.py make_goldens.py dense_goldens.py random_configs.py transformers_v4.py)
 
-.PHONY: help venv demo test test-long notebooks lint format oracles oracle-files clean
+DOCS_VENV := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.installed-$(call key,docs/requirements.txt,)
+
+.PHONY: help venv demo test test-long test-gpu notebooks docs lint format oracles oracle-files clean
 
 help:
 	@echo "make demo       one prompt through the shipped model, speculative and plain decoding side by side"
 	@echo "make test       the test suite"
 	@echo "make test-long  the cases with large samples and many steps, and the live oracles"
+	@echo "make test-gpu   the kernels' tests on an NVIDIA GPU (EXTRAS=dev,cuda12)"
 	@echo "make notebooks  every notebook from top to bottom"
+	@echo "make docs       the pages and the API reference as HTML, in an environment of their own"
 	@echo "make lint       ruff and pyright"
 	@echo "make format     what ruff can mend by itself"
 	@echo "make oracles    parity with PyTorch and transformers, in an environment of its own"
@@ -63,8 +68,22 @@ test: $(VENV_STAMP)
 test-long: $(VENV_STAMP) oracle-files
 	$(PYTEST) -m "long or oracle" $(ARGS)
 
+# One process: each would take most of the GPU's memory.
+test-gpu: $(VENV_STAMP)
+	@JAX_PLATFORMS=cuda $(PY) -c "import jax; jax.devices()" 2>/dev/null || { \
+	echo "make test-gpu: JAX finds no NVIDIA GPU here. On a machine with one: make test-gpu EXTRAS=dev,cuda12 (or dev,cuda13)" >&2; \
+	exit 2; }
+	JAX_PLATFORMS=cuda,cpu $(PY) -m pytest -q -m "not oracle and not notebook" tests/kernels/test_*_lowerings.py $(ARGS)
+
 notebooks: $(VENV_STAMP)
 	$(PYTEST) --dist load -m notebook tests/notebooks $(ARGS)
+
+$(DOCS_STAMP): docs/requirements.txt
+	@python=$$(scripts/find_python.sh PYTHON $(PYTHON_VERSIONS)) && \
+	scripts/make_venv.sh $(DOCS_VENV) "$$python" $@ -r docs/requirements.txt
+
+docs: $(DOCS_STAMP)  # strict: warnings are errors; written to .cache/site
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict
 
 lint: $(VENV_STAMP)
 	$(PY) -m ruff check .
@@ -93,4 +112,4 @@ oracles: $(VENV_STAMP) oracle-files
 	$(PYTEST) --dist load -m oracle $(ORACLES) $(ARGS)  # few tests, most in one file
 
 clean:
-	rm -rf $(VENV) $(ORACLE_VENV) .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ORACLE_VENV) $(DOCS_VENV) .cache .pytest_cache .ruff_cache .hypothesis

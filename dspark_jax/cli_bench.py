@@ -1,4 +1,4 @@
-"""`dspark-jax bench`: load generators and what they measure."""
+"""`dspark-jax bench`: load generators and what they measure; kernels and rounds in `cli_bench_kernels`."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dspark_jax.cli_bench_kernels import kernels, round_
 from dspark_jax.cli_devices import EmulateOption, MeshOption, PlacementOption, WeightsOption, chosen_mesh, stage_ranges
 from dspark_jax.cli_guard import guarded
 from dspark_jax.cli_loading import loading
@@ -29,13 +30,13 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Measure the serving engine under load.",
+    help="Measure speed: the engine under load, a round, the kernels.",
 )
 
 
 @app.callback()
 def bench() -> None:
-    """Measure the serving engine under load."""
+    """Measure speed: the engine under load, a round, the kernels."""
 
 
 @app.command()
@@ -115,6 +116,10 @@ def load(context: typer.Context) -> None:
     from dspark_jax.bench.load import main
 
     raise SystemExit(main(context.args, "dspark-jax bench load"))
+
+
+app.command("kernels", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(kernels)
+app.command("round")(round_)
 
 
 def check_plot(path: Path) -> None:

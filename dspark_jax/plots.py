@@ -94,6 +94,20 @@ def plot_acceptance(rates: dict[str, Sequence[float | None]]) -> "Figure":
     return figure
 
 
+def plot_survival(rates: dict[str, Sequence[float | None]]) -> "Figure":
+    """P(the first j drafts survive) by j, from the same rates as `plot_acceptance`; 1 plus a line's sum are the tokens that a
+    round of whole blocks gives on average. A rate of None, of a position that was never reached, counts as 0.
+    """
+    figure, axes = _figure(6, 3)
+    for name, values in rates.items():
+        survival = np.cumprod([0.0 if v is None else v for v in values])
+        axes.plot(np.arange(len(values) + 1), [1.0, *survival], "o-", label=f"{name}: {1 + survival.sum():.2f} tokens")
+    axes.set(ylim=(0, 1.02), xlabel="drafts", ylabel="all of them survive")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
 def plot_timeline(ticks: Sequence["Tick"]) -> "Figure":
     """The pipeline, rank by tick: the colour is the microbatch that the rank worked on, bubbles are blank.
 

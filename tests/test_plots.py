@@ -95,6 +95,13 @@ def test_plot_acceptance():
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b"]
 
 
+def test_plot_survival():
+    (axes,) = plots.plot_survival({"a": (0.5, None, 0.9), "b": (1.0, 0.25)}).axes
+    assert [list(line.get_ydata()) for line in axes.lines] == [[1.0, 0.5, 0.0, 0.0], [1.0, 1.0, 0.25]]
+    assert list(axes.lines[0].get_xdata()) == [0, 1, 2, 3]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a: 1.50 tokens", "b: 2.25 tokens"]
+
+
 def test_plot_timeline_has_a_colour_for_every_microbatch_and_none_for_a_bubble():
     ticks = [Tick(((t % 3), (t - 1) % 3, (t - 2) % 3), (4, t % 2, 0 if t < 2 else 7)) for t in range(6)]
     (axes,) = plots.plot_timeline(ticks).axes
@@ -122,7 +129,9 @@ def test_plot_timeline_without_a_tick():
 def test_every_plot_can_be_saved():
     shown = trace(2)
     every = [plots.plot_round(shown, decode), plots.plot_laws(shown, 2, decode), plots.plot_confidence([shown])]
-    for figure in [*every, plots.plot_acceptance({"a": (1.0, 0.5)}), plots.plot_timeline([Tick((0,), (1,))])]:
+    rates = {"a": (1.0, 0.5)}
+    every += [plots.plot_acceptance(rates), plots.plot_survival(rates), plots.plot_timeline([Tick((0,), (1,))])]
+    for figure in every:
         file = io.BytesIO()
         figure.savefig(file, format="png")
         assert file.getvalue().startswith(b"\x89PNG")

@@ -94,24 +94,32 @@ def _ring(setting: Setting, ranges: Ranges) -> Ring:
 
 def stored(params: nnx.State, dtype: str) -> nnx.State:
     """Shapes with the types in which a loaded checkpoint has them."""
-    types = {"weight": dtype, "fp32": "float32", "int": "int32"}
-    old = dict(nnx.to_flat_state(params))
-    new = {e.path: jax.ShapeDtypeStruct(old[e.path].get_value().shape, types[e.dtype]) for e in entries(params)}
+    types = {"weight": dtype, "fp32": "float32", "int": "int32"}  # codes and their scales are kept as they are
+    old = {path: variable.get_value() for path, variable in nnx.to_flat_state(params)}
+    new = {e.path: jax.ShapeDtypeStruct(old[e.path].shape, types.get(e.dtype, old[e.path].dtype)) for e in entries(params)}
     nnx.replace_by_pure_dict(params, nnx.traversals.unflatten_mapping(new))
     return params
 
 
-class Program(Protocol):
-    """What is compiled ahead of its weights and then timed.
+class Weighted(Protocol):
+    """What has random weights.
 
     Attributes:
       params: shapes of the weights by key.
       experts: what integers among them count to.
-      temporaries: bytes beside arguments and results; after `compile`.
     """
 
     params: Shapes
     experts: int
+
+
+class Program(Weighted, Protocol):
+    """What is compiled ahead of its weights and then timed.
+
+    Attributes:
+      temporaries: bytes beside arguments and results; after `compile`.
+    """
+
     temporaries: int
 
     def compile(self) -> float:
@@ -244,26 +252,38 @@ def measure(program: Program) -> tuple[list[float], bool]:
 
 def make_weights(shapes: Shapes, experts: int) -> dict[str, jax.Array]:
     """Random weights on the device, by key."""
-    return {key: _maker(x.shape, x.dtype, experts)(jnp.int32(i)) for i, (key, x) in enumerate(shapes.items())}
+    return {key: _maker(*_made(key, x, experts))(jnp.int32(i)) for i, (key, x) in enumerate(shapes.items())}
 
 
-def makers(programs: Iterable[Program]) -> list[Callable[[], Any]]:
+def makers(programs: Iterable[Weighted]) -> list[Callable[[], Any]]:
     """What compiles all that `make_weights` needs for these programs, each call one shape."""
-    distinct = {(x.shape, x.dtype, p.experts) for p in programs for x in p.params.values()}
-    return [partial(_maker, *key) for key in sorted(distinct, key=str)]
+    distinct = {_made(key, x, p.experts) for p in programs for key, x in p.params.items()}
+    return [partial(_maker, *made) for made in sorted(distinct, key=str)]
+
+
+def _made(key: str, x: jax.ShapeDtypeStruct, experts: int) -> tuple[tuple[int, ...], Any, tuple[int, int]]:
+    """Shape, type, and the range of integers: experts by token id, codes of any bits, or scales of codes."""
+    if x.dtype != jnp.uint8:
+        return x.shape, x.dtype, (0, experts)
+    return x.shape, x.dtype, (118, 121) if "_scale" in key else (0, 256)  # ue8m0: 2^-9 … 2^-7
 
 
 @cache
-def _maker(shape: tuple[int, ...], dtype: Any, experts: int) -> Any:
+def _maker(shape: tuple[int, ...], dtype: Any, integers: tuple[int, int]) -> Any:
     """The compiled function from a seed to a leaf."""
-    return jax.jit(partial(_leaf, shape, dtype, experts)).lower(jax.ShapeDtypeStruct((), jnp.int32)).compile()
+    return jax.jit(partial(_leaf, shape, dtype, integers)).lower(jax.ShapeDtypeStruct((), jnp.int32)).compile()
 
 
-def _leaf(shape: tuple[int, ...], dtype: Any, experts: int, seed: jax.Array) -> jax.Array:
+def _leaf(shape: tuple[int, ...], dtype: Any, integers: tuple[int, int], seed: jax.Array) -> jax.Array:
     key = jax.random.key(seed)
+    if dtype == jnp.uint8:
+        one = jax.random.randint(key, shape[-2:], *integers).astype(dtype)
+        return jnp.broadcast_to(one, shape)
     if jnp.issubdtype(dtype, jnp.integer):
-        return jax.random.randint(key, shape, 0, experts, dtype)
+        return jax.random.randint(key, shape, *integers, dtype)
     if len(shape) < 2:
         return jnp.ones(shape, dtype)
+    if jnp.dtype(dtype).itemsize == 1:  # fp8 codes, whose scales make them small
+        return jnp.broadcast_to(jax.random.normal(key, shape[-2:]).astype(dtype), shape)
     matrix = jax.random.normal(key, shape[-2:], dtype) / math.sqrt(shape[-2])
     return jax.random.uniform(key, (*shape[:-2], 1, 1), dtype, 0.5, 1.0) * matrix

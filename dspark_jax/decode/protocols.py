@@ -61,7 +61,9 @@ class Drafter(Protocol):
     @property
     def block_size(self) -> int: ...
 
-    def init_cache(self, slots: int) -> Cache: ...
+    def init_cache(self, slots: int, max_len: int) -> Cache:
+        """State for `slots` requests of up to `max_len` positions."""
+        ...
 
     def write_context(self, context: Float[Array, "B dc"], rows: Rows, keep: Bool[Array, "B"], cache: Cache) -> Cache:
         """Writes the context of the rows with `keep`; for a slot they are a prefix of its valid rows."""

@@ -43,7 +43,7 @@ def init_state(
     return DecodeState(
         requests=init_requests(slots, gamma, target.vocab_size, stops),
         target_cache=target.init_cache(slots, max_len, gamma + 1),
-        draft_cache=drafter.init_cache(slots) if drafter else (),
+        draft_cache=drafter.init_cache(slots, max_len) if drafter else (),
         stale=schedule.init(slots, gamma) if schedule else None,
     )
 

@@ -10,13 +10,14 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from dspark_jax.config import DraftConfig, TargetConfig
 from dspark_jax.decode.noise import DraftNoise, draft_gumbel
 from dspark_jax.decode.protocols import Proposal
 from dspark_jax.decode.rows import Rows
-from dspark_jax.decode.sampling import SamplingState, processed_logits
+from dspark_jax.decode.sampling import SamplingState
+from dspark_jax.drafters.draw_kernel import draw
 from dspark_jax.drafters.heads import ConfidenceHead, MarkovHead, sequential_head
 from dspark_jax.eplb.placement import PlacedLayer, Placement
 from dspark_jax.models.attention import Projections, sink_attention
@@ -150,27 +151,10 @@ class DSpark(nnx.Module):
         sampling: SamplingState,
         draft_noise: DraftNoise = draft_gumbel,
     ) -> Proposal:
-        """Draws the block left to right; each token is drawn from logits already rounded to bf16 (what is stored)."""
-        head, last = self.mtp[-1].markov_head, self.mtp[-1]
+        """Draws the block left to right, see `draw_block`."""
+        last = self.mtp[-1]
         base = self.base_logits(target, hidden)
-        state = head.start(anchor.shape[0])
-        previous, tokens, kept, confidence = anchor, [], [], []
-        for k in range(hidden.shape[1]):
-            row = base[:, k]
-            embedded = hidden[:, k, :0]
-            if isinstance(head, MarkovHead):
-                embedded = head.embed(previous).astype(hidden.dtype)
-                state, feature = head.feature(state, embedded, hidden[:, k])
-                row = row + head.bias(feature)
-            confidence.append(last.confidence_head(hidden[:, k], embedded))
-            logits: BFloat16[Array, "R V"] = processed_logits(
-                row, sampling.temperature, sampling.top_k, sampling.top_p
-            ).astype(jnp.bfloat16)
-            noise = draft_noise(sampling.seed, position, k, row.shape[-1])
-            previous = jnp.argmax(logits.astype(jnp.float32) + noise, axis=-1).astype(anchor.dtype)
-            tokens.append(previous)
-            kept.append(logits)
-        return Proposal(jnp.stack(tokens, 1), jnp.stack(kept, 1), jnp.stack(confidence, 1))
+        return draw(last.markov_head, last.confidence_head, base, hidden, anchor, position, sampling, draft_noise)
 
 
 class DSparkDrafter:
@@ -190,7 +174,7 @@ class DSparkDrafter:
     def block_size(self) -> int:
         return self.stages.draft.block_size
 
-    def init_cache(self, slots: int) -> tuple[Float[Array, "R n c"], ...]:
+    def init_cache(self, slots: int, max_len: int) -> tuple[Float[Array, "R n c"], ...]:
         """One ring of `W + gamma` context keys a stage, and its trash slot."""
         c = self.stages.config
         shape = (slots, c.sliding_window + self.block_size + 1, c.head_dim)

@@ -147,7 +147,7 @@ class Ring:
         stage = self._stage(self.pipeline.params.shapes, rank)
         drafter = self._drafter(stage)
         target = stage.init_cache(self.lanes, self.sizes.max_len, self.gamma + 1)
-        return target, (drafter.init_cache(self.lanes) if drafter else ())
+        return target, (drafter.init_cache(self.lanes, self.sizes.max_len) if drafter else ())
 
     def _cache_layout(self) -> Stacked:
         return Stacked([jax.eval_shape(partial(self._rank_caches, rank)) for rank in range(self.pipe)])

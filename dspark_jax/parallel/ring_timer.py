@@ -43,6 +43,12 @@ class RingTimer:
         self._step = self.ring.step.lower(self.params, state, self._idle).compile()
         return time.perf_counter() - begin
 
+    @property
+    def temporaries(self) -> int:
+        """Bytes of the compiled program beside weights, state and results."""
+        analysis = self._step.memory_analysis()
+        return analysis.temp_size_in_bytes if analysis else 0
+
     def _placed(self, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """A leaf of the state with its sharding; JAX does not split arrays without elements (drafts of plain decoding)."""
         spec = STATE if math.prod(x.shape) else PartitionSpec()

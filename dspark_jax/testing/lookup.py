@@ -160,7 +160,8 @@ class LookupDrafter:
         """P(draft j accepted | token before it) [gamma, V] at temperature 1: sum min(p, q) of the rounded proposals."""
         return np.minimum(_softmax(np.asarray(target.table)), _softmax(_representable(np.asarray(self.table)))).sum(-1)
 
-    def init_cache(self, slots: int) -> LookupContext:
+    def init_cache(self, slots: int, max_len: int) -> LookupContext:
+        del max_len
         return LookupContext(jnp.zeros((slots,), jnp.int32), jnp.zeros((slots,), jnp.int32))
 
     def write_context(

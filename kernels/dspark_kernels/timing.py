@@ -14,25 +14,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-STEPS, UNROLL = 50, 4  # calls of a program: STEPS times round a loop with UNROLL calls in its body
+STEPS, UNROLL = 50, 4  # calls of a program by default
 
 
 class Program:
-    """`step` (carry -> carry) STEPS * UNROLL times; compiles in a thread as soon as it is made.
+    """`step` (carry -> carry) many times: `steps` times round a loop with `unroll` calls in its body. Compiles in a thread as
+    soon as it is made.
 
     An optimisation barrier after every step keeps XLA from merging steps or computing only a part of one.
     """
 
     _pool = ThreadPoolExecutor(8)
 
-    def __init__(self, step: Callable[[Any], Any], carry: Any):
+    def __init__(self, step: Callable[[Any], Any], carry: Any, steps: int = STEPS, unroll: int = UNROLL):
         def body(_: int, carry: Any) -> Any:
-            for _ in range(UNROLL):
+            for _ in range(unroll):
                 carry = jax.lax.optimization_barrier(step(carry))
             return carry
 
-        self.carry = carry
-        run = jax.jit(lambda carry: jax.lax.fori_loop(0, STEPS, body, carry))
+        self.carry, self.calls = carry, steps * unroll
+        run = jax.jit(lambda carry: jax.lax.fori_loop(0, steps, body, carry))
         self._compiled: Future = self._pool.submit(lambda: run.lower(carry).compile())
 
     def wait(self) -> Exception | None:
@@ -46,7 +47,7 @@ class Program:
         """Time of one step in us."""
         start = time.perf_counter()
         jax.block_until_ready(self._compiled.result()(self.carry))
-        return (time.perf_counter() - start) / (STEPS * UNROLL) * 1e6
+        return (time.perf_counter() - start) / self.calls * 1e6
 
 
 def wait(programs: Iterable[Program]) -> None:
@@ -97,13 +98,20 @@ def read_ceiling() -> float:
     return 40 * w.nbytes / min(times)
 
 
+def commit() -> str:
+    """The short name of the commit that is checked out where the program runs; "unknown" outside a repository."""
+    try:
+        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    except OSError:  # there is no git
+        return "unknown"
+    return git.stdout.strip() or "unknown"
+
+
 class Records:
     """The results of a benchmark as a JSON list, written after every case."""
 
     def __init__(self, path: str | None):
-        self.path, self.records = path, []
-        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        self.commit = git.stdout.strip() or "unknown"
+        self.path, self.records, self.commit = path, [], commit()
 
     def add(self, bench: str, case: str, time_us: float, bytes_moved: int, peers: dict[str, float]) -> None:
         """One case: its time, the floor that the bytes set, and the peers' times (us)."""

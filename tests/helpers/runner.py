@@ -56,7 +56,7 @@ class Runner:
         """Empty state; `block` is the most rows that may be rejected together (gamma + 1)."""
         model = self.model(self.params)
         target = model.target.init_cache(self.slots, self.max_len, block or self.gamma + 1)
-        return Caches(target, model.drafter.init_cache(self.slots) if model.drafter else ())
+        return Caches(target, model.drafter.init_cache(self.slots, self.max_len) if model.drafter else ())
 
     def _step_pure(self, params, rows: Rows, keep, caches: Caches):
         model = self.model(params)

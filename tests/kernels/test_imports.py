@@ -33,5 +33,5 @@ def test_every_module_imports_without_dspark_jax():
         [sys.executable, "-c", SCRIPT], env={"PYTHONPATH": str(KERNELS), "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    for operation in ("routing", "expert_mlp", "hyper_connection", "block_scaled"):
+    for operation in ("routing", "expert_mlp", "hyper_connection", "block_scaled", "draft_head"):
         assert f"dspark_kernels.{operation}.reference" in done.stdout.split()

@@ -90,7 +90,7 @@ class Spy:
     def block_size(self) -> int:
         return self.gamma
 
-    def init_cache(self, slots):
+    def init_cache(self, slots, max_len):
         return jnp.full((slots, 8), -1, jnp.int32)
 
     def write_context(self, context, rows, keep, cache):
@@ -145,7 +145,7 @@ def test_b21_the_drafter_rotates_its_rows_from_the_anchor_on(monkeypatch):
         model = nnx.merge(graph, params)
         drafter = model.drafter
         sampling = SamplingState.from_params([SamplingParams()])
-        drafter.propose(jnp.zeros(1, jnp.int32), position, jnp.ones(1, bool), sampling, drafter.init_cache(1))
+        drafter.propose(jnp.zeros(1, jnp.int32), position, jnp.ones(1, bool), sampling, drafter.init_cache(1, 32))
         return seen.pop()
 
     assert jax.jit(propose)(jnp.array([31])).tolist() == [31, 32, 33]
@@ -226,7 +226,7 @@ def test_b45_the_drafter_has_r_times_k_rows(monkeypatch):
         drafter = nnx.merge(graph, params).drafter
         zeros = jnp.zeros(3, jnp.int32)
         sampling = SamplingState.from_params([SamplingParams()] * 3)
-        return drafter.propose(zeros, zeros, zeros == 0, sampling, drafter.init_cache(3))
+        return drafter.propose(zeros, zeros, zeros == 0, sampling, drafter.init_cache(3, 32))
 
     proposal = jax.eval_shape(propose)
     assert rows == [6, 6] and heads == [(3, 2, MICRO.hidden_size)]

@@ -137,7 +137,7 @@ class PositionDrafter:
     def block_size(self) -> int:
         return ticks.GAMMA
 
-    def init_cache(self, slots):
+    def init_cache(self, slots, max_len):
         return jnp.zeros((slots, 1))
 
     def write_context(self, context, rows, keep, cache):

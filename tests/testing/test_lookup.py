@@ -57,7 +57,7 @@ def test_proposal_follows_the_tables():
     n = 200_000
     anchor = jnp.full(n, 2, jnp.int32)
     position = jnp.full(n, 6, jnp.int32)
-    run = jax.jit(lambda a, p, s: drafter.propose(a, p, a > 0, s, drafter.init_cache(n)))
+    run = jax.jit(lambda a, p, s: drafter.propose(a, p, a > 0, s, drafter.init_cache(n, 8)))
     proposal = run(anchor, position, state(n))
     first, second = np.asarray(proposal.tokens).T
     assert matches(first, softmax(drafter.table[0, 2]))
@@ -105,7 +105,7 @@ def test_context_remembers_the_committed_rows_only():
     item = rows([[1, 2, 3], [3, 0, 0], [1, 1, 1]], [4, 0, 2], [3, 1, 0])
     _, context, _ = _forward(TARGET, item, TARGET.init_cache(3, 8, 3))
     keep = jnp.array([[True, True, False], [True, True, True], [True, True, True]]).reshape(-1)
-    cache = jax.jit(drafter.write_context)(context, item, keep, drafter.init_cache(3))
+    cache = jax.jit(drafter.write_context)(context, item, keep, drafter.init_cache(3, 8))
     assert cache.length.tolist() == [6, 1, 0] and cache.token.tolist() == [2, 3, 0]
 
 

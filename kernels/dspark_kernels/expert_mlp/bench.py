@@ -9,7 +9,7 @@ list of tiles and the sum over a row's choices. Peers compute the same products 
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ def candidates(sizes: Plan, kind: str) -> dict[str, list[tuple[int, Blocks]]]:
     return {name: [(m, getattr(sizes, name)), *found, *swaps] for name in ("gate_up", "down")}
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", default="8,64,512,4096")
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file")
     parser.add_argument("--tune", action="store_true", help="also try other tile sizes (printed only)")
     parser.add_argument("--no-peers", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     records, began = _Records(args.out), time.perf_counter()
     rates = {"read": read_ceiling(), "matmul": matmul_rate()}
     print(f"ceilings: {rates['read'] / 1e12:.2f} TB/s, {rates['matmul'] / 1e12:.0f} TFLOP/s", flush=True)

@@ -4,7 +4,7 @@
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -80,12 +80,12 @@ def variants() -> dict[str, tuple[Callable, Callable | None]]:
     return found  # pyright: ignore[reportReturnType]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", help="JSON file")
     parser.add_argument("--tune", action="store_true", help="also time other block sizes and warps (printed only)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     plain = (partial(reference.pre, **OPTIONS), reference.expand)
     runs = {"": (None, None), "triton": (partial(triton.pre, **OPTIONS), triton.expand), "jnp": plain}
     programs = {}

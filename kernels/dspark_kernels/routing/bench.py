@@ -4,7 +4,7 @@
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -125,12 +125,12 @@ def step(run: Routed | None, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, .
     return x + 1e-30 * tiny, bias, valid
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", help="JSON file")
     parser.add_argument("--tune", action="store_true", help="also time other block sizes and warps (printed only)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     programs = {}
     for case in CASES:
         carry = case.inputs()

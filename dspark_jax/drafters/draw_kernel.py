@@ -1,0 +1,57 @@
+"""`draw_block` on CUDA: the plain Markov head's sequential steps by `dspark_kernels.draft_head`."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from dspark_jax.decode.noise import DraftNoise, draft_gumbel
+from dspark_jax.decode.protocols import Proposal
+from dspark_jax.decode.sampling import SamplingState
+from dspark_jax.drafters.draw import draw_block
+from dspark_jax.drafters.heads import ConfidenceHead, MarkovHead, NoHead
+from dspark_kernels import draft_head
+
+
+def draw(
+    head: MarkovHead | NoHead,
+    confidence_head: ConfidenceHead | None,
+    base: Float32[Array, "R gamma V"],
+    hidden: Float[Array, "R gamma d"],
+    anchor: Int[Array, "R"],
+    position: Int[Array, "R"],
+    sampling: SamplingState,
+    draft_noise: DraftNoise = draft_gumbel,
+) -> Proposal:
+    """`draw_block`, by the kernel where head, device and shapes suit.
+
+    The program then holds three forms, of which it runs one: greedy without noise where every row is greedy; the kernel with
+    noise; and `draw_block` itself where a row asks for top-k or top-p, whose thresholds need whole rows of logits.
+    """
+
+    def stepwise() -> Proposal:
+        return draw_block(head, confidence_head, base, hidden, anchor, position, sampling, draft_noise)
+
+    if type(head) is not MarkovHead or head.markov_w1.weight[...].dtype != hidden.dtype:
+        return stepwise()
+    w1, w2 = head.markov_w1.weight[...], head.markov_w2.weight[...]
+    lowering = draft_head.lowering(base, w1, w2)
+    if lowering == "reference":
+        return stepwise()
+
+    def kernel(*noise) -> Proposal:
+        tokens, logits = draft_head.draft(base, anchor, w1, w2, *noise, implementation=lowering)
+        confidence = jnp.zeros(tokens.shape, jnp.float32)
+        if confidence_head:
+            previous = jnp.concatenate([anchor[:, None], tokens[:, :-1]], axis=1)
+            confidence = confidence_head(hidden, head.embed(previous))
+        return Proposal(tokens, logits, confidence)
+
+    def with_noise() -> Proposal:
+        gamma, vocab = base.shape[1:]
+        noise = [draft_noise(sampling.seed, position, k, vocab) for k in range(gamma)]
+        return kernel(sampling.temperature, noise)
+
+    drawn = sampling.temperature > 0
+    filtered = drawn & ((sampling.top_k > 0) | (sampling.top_p < 1))
+    form = jnp.any(drawn).astype(jnp.int32) + jnp.any(filtered)
+    return jax.lax.switch(form, [kernel, with_noise, stepwise])
