@@ -105,7 +105,7 @@ def test_room_is_what_still_fits():
 def test_text_and_json(run, tmp_path):
     code, out, err = run("v4-flash", "--mesh", "2x4", "--memory", "75")
     assert code == 0 and err == ""
-    for words in ("284.3B parameters, 13.3B of them active", "drafter  19.8B", "layers 24-42 and 3 draft stages", "not fit"):
+    for words in ("284.3B parameters, 13.3B of them active", "drafter  19.8B", "layers 23-42 and 3 draft stages", "not fit"):
         assert words in out
     assert out.rstrip().endswith("What helps: more devices, --weights quantised.")
     fits = run("v4-flash", "--mesh", "2x4", "--memory", "75", "--weights", "quantised")[1]

@@ -25,7 +25,8 @@ from helpers.micro import MICRO, MICRO_DRAFT
 CONFIG = replace(MICRO, compress_ratios=(0, 0), num_hash_layers=0, max_position_embeddings=256)
 
 
-@pytest.mark.parametrize("count", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [False, True])
 def test_a_round_and_a_step_are_timed_on_a_cpu(count, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench, "model_configs", lambda name: (CONFIG, MICRO_DRAFT))
     out = tmp_path / "round.json"

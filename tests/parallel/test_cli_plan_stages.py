@@ -52,7 +52,7 @@ def test_table(run):
         assert row[8] == f"{plan.share[rank]:.1%}"
         assert " ".join(row[9:11]) == size(plan.memory.own[rank])
         assert " ".join(row[11:]) == size(plan.memory.padding[rank])
-    assert rows[0][2:4] == ["2/11/11", "0"] and rows[1][2:4] == ["0/10/9", "3"]
+    assert rows[0][2:4] == ["2/11/10", "0"] and rows[1][2:4] == ["0/10/10", "3"]
     assert "192 rows a tick (32 requests in each of 2 microbatches), context 8192, bfloat16, 4 expert ranks" in out
     assert f"mean over slowest {plan.balance:.3f}" in out
     assert f"16 request slots of {size(plan.memory.cache + plan.memory.request)}" in out
