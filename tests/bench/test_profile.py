@@ -140,6 +140,7 @@ def test_an_engine_measures_for_itself_and_then_uses_it(mesh):
     assert [c.tokens for c in e.generate(prompts, params, ignore_eos=True)] == want
 
 
+@pytest.mark.long
 def test_steps_with_other_rows_than_ordered_are_no_figures(monkeypatch):
     e = own_engine((1, 1))  # the same program as above: compiled before
     monkeypatch.setattr(profile, "drafts_of", lambda total, requests, slots: drafts_of(total - 1, requests, slots))
