@@ -73,7 +73,7 @@ test-gpu: $(VENV_STAMP)
 	@JAX_PLATFORMS=cuda $(PY) -c "import jax; jax.devices()" 2>/dev/null || { \
 	echo "make test-gpu: JAX finds no NVIDIA GPU here. On a machine with one: make test-gpu EXTRAS=dev,cuda12 (or dev,cuda13)" >&2; \
 	exit 2; }
-	JAX_PLATFORMS=cuda,cpu $(PY) -m pytest -q -m "not oracle and not notebook" tests/kernels/test_*_lowerings.py $(ARGS)
+	JAX_PLATFORMS=cuda,cpu $(PY) -m pytest -q -m "not oracle and not notebook" tests/kernels/test_*_lowerings.py tests/drafters/test_draw_kernel.py $(ARGS)
 
 notebooks: $(VENV_STAMP)
 	$(PYTEST) --dist load -m notebook tests/notebooks $(ARGS)

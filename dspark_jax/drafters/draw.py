@@ -1,7 +1,5 @@
 """Drawing a block left to right from the logits of one parallel pass (paper section 3.2)."""
 
-from collections.abc import Callable
-
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Float32, Int
 
@@ -13,14 +11,13 @@ from dspark_jax.drafters.heads import ConfidenceHead, MarkovHead, NoHead
 
 def draw_block(
     head: MarkovHead | NoHead,
-    confidence_head: ConfidenceHead | None,
+    confidence_head: ConfidenceHead,
     base: Float32[Array, "R gamma V"],
     hidden: Float[Array, "R gamma d"],
     anchor: Int[Array, "R"],
     position: Int[Array, "R"],
     sampling: SamplingState,
     draft_noise: DraftNoise = draft_gumbel,
-    widen: Callable[[Float32[Array, "R v"]], Float32[Array, "R V"]] | None = None,
 ) -> Proposal:
     """Draws draft k behind draft k - 1; each token is drawn from logits already rounded to bf16 (what is stored).
 
@@ -28,7 +25,6 @@ def draw_block(
       base: logits of the parallel pass; row k is of draft k.
       hidden: the rows that heads read.
       anchor, position: the token in front of the block, and where it stands.
-      widen: maps the logits of a drafter's own vocabulary to the target's, behind the head's bias.
     """
     state = head.start(anchor.shape[0])
     previous, tokens, kept, confidence = anchor, [], [], []
@@ -38,9 +34,7 @@ def draw_block(
             embedded = head.embed(previous).astype(hidden.dtype)
             state, feature = head.feature(state, embedded, hidden[:, k])
             row = row + head.bias(feature)
-        row = widen(row) if widen else row
-        if confidence_head:
-            confidence.append(confidence_head(hidden[:, k], embedded))
+        confidence.append(confidence_head(hidden[:, k], embedded))
         logits: BFloat16[Array, "R V"] = processed_logits(
             row, sampling.temperature, sampling.top_k, sampling.top_p
         ).astype(jnp.bfloat16)
@@ -48,5 +42,4 @@ def draw_block(
         previous = jnp.argmax(logits.astype(jnp.float32) + noise, axis=-1).astype(anchor.dtype)
         tokens.append(previous)
         kept.append(logits)
-    certain = jnp.stack(confidence, 1) if confidence else jnp.zeros(hidden.shape[:2], jnp.float32)
-    return Proposal(jnp.stack(tokens, 1), jnp.stack(kept, 1), certain)
+    return Proposal(jnp.stack(tokens, 1), jnp.stack(kept, 1), jnp.stack(confidence, 1))

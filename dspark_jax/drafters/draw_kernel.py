@@ -14,7 +14,7 @@ from dspark_kernels import draft_head
 
 def draw(
     head: MarkovHead | NoHead,
-    confidence_head: ConfidenceHead | None,
+    confidence_head: ConfidenceHead,
     base: Float32[Array, "R gamma V"],
     hidden: Float[Array, "R gamma d"],
     anchor: Int[Array, "R"],
@@ -25,7 +25,8 @@ def draw(
     """`draw_block`, by the kernel where head, device and shapes suit.
 
     The program then holds three forms, of which it runs one: greedy without noise where every row is greedy; the kernel with
-    noise; and `draw_block` itself where a row asks for top-k or top-p, whose thresholds need whole rows of logits.
+    noise; and where a row asks for top-k or top-p, whose thresholds need whole rows of logits, also `draw_block` for such rows.
+    The others stay with the kernel: sums differ in their last bits, and a request's sample must not depend on its neighbours.
     """
 
     def stepwise() -> Proposal:
@@ -40,11 +41,8 @@ def draw(
 
     def kernel(*noise) -> Proposal:
         tokens, logits = draft_head.draft(base, anchor, w1, w2, *noise, implementation=lowering)
-        confidence = jnp.zeros(tokens.shape, jnp.float32)
-        if confidence_head:
-            previous = jnp.concatenate([anchor[:, None], tokens[:, :-1]], axis=1)
-            confidence = confidence_head(hidden, head.embed(previous))
-        return Proposal(tokens, logits, confidence)
+        previous = jnp.concatenate([anchor[:, None], tokens[:, :-1]], axis=1)
+        return Proposal(tokens, logits, confidence_head(hidden, head.embed(previous)))
 
     def with_noise() -> Proposal:
         gamma, vocab = base.shape[1:]
@@ -53,5 +51,12 @@ def draw(
 
     drawn = sampling.temperature > 0
     filtered = drawn & ((sampling.top_k > 0) | (sampling.top_p < 1))
+
+    def by_row() -> Proposal:
+        def choose(ours: jax.Array, theirs: jax.Array) -> jax.Array:
+            return jnp.where(filtered.reshape(-1, *[1] * (ours.ndim - 1)), theirs, ours)
+
+        return jax.tree.map(choose, with_noise(), stepwise())
+
     form = jnp.any(drawn).astype(jnp.int32) + jnp.any(filtered)
-    return jax.lax.switch(form, [kernel, with_noise, stepwise])
+    return jax.lax.switch(form, [kernel, with_noise, by_row])

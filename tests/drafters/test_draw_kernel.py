@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from dspark_jax.decode.protocols import Proposal
 from dspark_jax.decode.sampling import SamplingParams, SamplingState
+from dspark_jax.drafters import draw_kernel
 from dspark_jax.drafters.draw import draw_block
 from dspark_jax.drafters.draw_kernel import draw
 from dspark_jax.drafters.heads import ConfidenceHead, GatedHead, MarkovHead
@@ -61,6 +63,21 @@ def test_equals_the_steps_in_jnp(name):
     np.testing.assert_array_equal(np.asarray(got.logits, np.float32), np.asarray(expected.logits, np.float32))
     np.testing.assert_allclose(got.confidence, expected.confidence, rtol=1e-6, atol=1e-7)
     assert got.logits.dtype == expected.logits.dtype and got.tokens.dtype == expected.tokens.dtype
+
+
+def test_a_neighbour_with_top_k_changes_no_other_row(monkeypatch):
+    """Forms that tell themselves apart: only the rows that are filtered leave the kernel."""
+    head, confidence, base, hidden, anchor, position = block()
+    shape = (ROWS, GAMMA)
+    monkeypatch.setattr(draft_head, "lowering", lambda *_: "interpret")
+    marked = lambda *_, **__: (jnp.full(shape, 1, jnp.int32), jnp.ones((*shape, VOCAB), jnp.bfloat16))  # noqa: E731
+    monkeypatch.setattr(draft_head, "draft", marked)
+    plain = Proposal(jnp.full(shape, 2, jnp.int32), jnp.full((*shape, VOCAB), 2, jnp.bfloat16), jnp.full(shape, 2.0))
+    monkeypatch.setattr(draw_kernel, "draw_block", lambda *_: plain)
+    sampling = SamplingState.from_params([SamplingParams(0.8), SamplingParams(0.8, top_k=5), SamplingParams(0.0, top_k=5)])
+    got = draw(head, confidence, base, hidden, anchor, position, sampling)
+    assert got.tokens[:, 0].tolist() == got.logits[:, 0, 0].tolist() == [1, 2, 1]
+    assert [bool((row == 2).all()) for row in got.confidence] == [False, True, False]
 
 
 def test_only_the_plain_head_and_one_dtype_take_the_kernel(monkeypatch):

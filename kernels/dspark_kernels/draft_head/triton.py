@@ -180,7 +180,8 @@ def _draw(
         col = piece * blocks.piece + jnp.arange(blocks.piece)
         inside = col < vocab
         x = plt.load(raw_ref.at[row * vocab + col], mask=inside, other=0.0, eviction_policy="evict_first")
-        # Where all are -inf they stay it. (Selects between scalars and literals do not compile on a GPU.)
+        # Where all are -inf they stay it. No select between scalars here: one between 1.0 and the temperature was refused by
+        # the H200's compiler (jax 0.11.2) in the benchmark's program, though not in smaller ones.
         x = (x - jnp.maximum(peak, jnp.finfo(jnp.float32).min)) / divisor_ref[row]
         x = jnp.where(greedy, jnp.where(col == first, 0.0, -jnp.inf), x).astype(jnp.bfloat16)
         at = (row * gamma + k) * vocab + col
