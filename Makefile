@@ -33,6 +33,7 @@ ORACLE_VENV := .venv-oracles
 ORACLE_STAMP := $(ORACLE_VENV)/.installed-$(call key,$(ORACLES)/requirements.txt,$(TORCH_PIP_ARGS))
 ORACLE_PY := $(ORACLE_VENV)/bin/python
 ORACLE_OUT := .cache/oracles
+DEEPSPEC ?=
 ORACLE_SCRIPTS := $(addprefix $(ORACLES)/,v4_oracle.py tiny_v4.py make_goldens.py dense_goldens.py random_configs.py transformers_v4.py)
 
 DOCS_VENV := .venv-docs
@@ -106,7 +107,11 @@ $(ORACLE_OUT)/.written: $(ORACLE_STAMP) $(ORACLE_SCRIPTS)
 	HF_HUB_OFFLINE=1 $(ORACLE_PY) $(ORACLES)/transformers_v4.py $(ORACLE_OUT)/transformers_v4.npz
 	touch $@
 
-oracle-files: $(ORACLE_OUT)/.written
+# DeepSpec is in no package index: make oracles DEEPSPEC=/path/to/its/checkout compares with it too.
+$(ORACLE_OUT)/deepspec_tiny.npz: $(ORACLE_OUT)/.written $(ORACLES)/deepspec_goldens.py
+	$(ORACLE_PY) $(ORACLES)/deepspec_goldens.py "$(DEEPSPEC)" tests/data/deepspec_tiny $@
+
+oracle-files: $(ORACLE_OUT)/.written $(if $(DEEPSPEC),$(ORACLE_OUT)/deepspec_tiny.npz)
 
 oracles: $(VENV_STAMP) oracle-files
 	$(PYTEST) --dist load -m oracle $(ORACLES) $(ARGS)  # few tests, most in one file

@@ -15,10 +15,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dspark_jax.chat import ChatTemplate, read_chat
+from dspark_jax.checkpoint.drafter import with_drafter
 from dspark_jax.checkpoint.reader import Weights, open_checkpoint, read_tokenizer
 from dspark_jax.compilation_cache import use_default_cache
-from dspark_jax.config import DraftConfig
 from dspark_jax.config_dense import DenseConfig, ModelConfig
+from dspark_jax.config_drafter import AnyDraftConfig
 from dspark_jax.decode.batch import BatchDecoder, Commit, Request
 from dspark_jax.decode.sampling import MAX_LOGPROBS, SamplingParams
 from dspark_jax.decode.schedule_source import SchedulerOption, fingerprint_of, schedule_source
@@ -81,6 +82,8 @@ def is_gguf(model: str | Path) -> bool:
 def load(
     model: str | Path,
     *,
+    drafter: str | Path | None = None,
+    draft_tokens: int | None = None,
     mesh: Mesh | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     weights: Weights = "dequantised",
@@ -95,6 +98,9 @@ def load(
 
     Args:
       model: the name of a shipped model, a checkpoint folder, or a GGUF file.
+      drafter: for a dense model, the folder of a DSpark, DFlash or PARD drafter or of a smaller model, or a smaller model's
+        GGUF file; its config.json says which it is (docs/drafters.md). DeepSeek-V4-style models have theirs in the checkpoint.
+      draft_tokens: drafts a round of PARD and smaller models, 5 by default; other drafters' blocks have a size.
       mesh: from `dspark_jax.parallel.mesh.make_mesh`; one device by default.
       dtype: of activations and weights; float32 on a CPU and bfloat16 elsewhere by default.
       weights: what devices hold of an fp8 or fp4 checkpoint. "dequantised": numbers of `dtype`; the default, because it is the
@@ -110,6 +116,8 @@ def load(
     """
     path = Path(model) if is_gguf(model) else model_folder(model)
     faults = list(verify_faults(verify))
+    if draft_tokens is not None and drafter is None:
+        faults.append(f"draft_tokens is {draft_tokens!r}, without a drafter whose drafts it could count; leave it out")
     if path.is_file() and weights != "dequantised":
         faults.append(f"weights is {weights!r}; a GGUF file is dequantised when it is read: use 'dequantised'")
     raise_all(ConfigError, "load", faults)
@@ -125,6 +133,8 @@ def load(
         from dspark_jax.checkpoint.gguf_file import open_gguf  # its package is an extra
 
         read, tokenizer, chat = open_gguf(path, dtype=dtype)
+    if drafter is not None:
+        read = with_drafter(read, drafter, tokenizer, dtype=dtype, draft_tokens=draft_tokens)
     return LM(
         read.config, read.draft, read.graph, read.params, tokenizer, mesh=mesh, max_len=max_len, scheduler=source,
         verify=verify, chat=chat,
@@ -163,7 +173,7 @@ class LM:
     def __init__(
         self,
         config: ModelConfig,
-        draft: DraftConfig | None,
+        draft: AnyDraftConfig | None,
         graph: nnx.GraphDef,
         params: nnx.State,
         tokenizer: Tokenizer | Any,
@@ -349,8 +359,8 @@ class LM:
     def _use_drafts(self, speculate: bool | None) -> bool:
         if speculate and self.draft_config is None:
             raise RequestError(
-                "speculate is True, but this model has no drafter (its checkpoint has no mtp.* stages);"
-                " leave speculate out, or set it to False"
+                "speculate is True, but this model has no drafter (its checkpoint has no mtp.* stages, and none was"
+                " given); leave speculate out, or set it to False"
             )
         return self.draft_config is not None if speculate is None else bool(speculate)
 

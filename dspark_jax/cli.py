@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,12 +14,12 @@ import typer
 from dspark_jax import __version__
 from dspark_jax.cli_bench import app as bench_app
 from dspark_jax.cli_calibrate import calibrate
-from dspark_jax.cli_devices import EmulateOption, MeshOption, PlacementOption, WeightsOption, chosen_mesh, stage_ranges
+from dspark_jax.cli_devices import EmulateOption, MeshOption, PlacementOption, WeightsOption, chosen_mesh
 from dspark_jax.cli_eplb_run import app as eplb_app
 from dspark_jax.cli_guard import INTERRUPTED, guarded
 from dspark_jax.cli_inspect import inspect
 from dspark_jax.cli_launch import launch
-from dspark_jax.cli_loading import loading
+from dspark_jax.cli_loading import ChatOption, DrafterOption, DraftTokensOption, ModelOption, loading
 from dspark_jax.cli_mesh import plan_stages
 from dspark_jax.cli_profile import profile
 from dspark_jax.cli_quantise import quantise
@@ -30,22 +31,16 @@ from dspark_jax.cli_schedule import (
     VerifyOption,
     schedule_of,
 )
+from dspark_jax.cli_train import train
 from dspark_jax.errors import ConfigError, RequestError
-from dspark_jax.parallel.distributed import check_processes, initialize, requested
+from dspark_jax.parallel.distributed import initialize, requested
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from dspark_jax.api import LM
-    from dspark_jax.checkpoint.reader import Weights
-    from dspark_jax.cli_engine import EngineRunner
+    from dspark_jax.cli_engine import Generator
     from dspark_jax.decode.logprobs import TokenLogprobs
     from dspark_jax.decode.sampling import SamplingParams
-    from dspark_jax.decode.schedule_source import ScheduleSource
-    from dspark_jax.parallel.mesh_config import MeshConfig
+    from dspark_jax.requests import Prompt
     from dspark_jax.results import Completion
-
-    Generator = LM | EngineRunner
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -93,9 +88,12 @@ def root(
 @app.command()
 @guarded
 def generate(
-    model: Annotated[str, typer.Option(help="A shipped model's name, a checkpoint folder, or a GGUF file.")] = "nano",
+    model: ModelOption = "nano",
+    drafter: DrafterOption = None,
+    draft_tokens: DraftTokensOption = None,
     prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from this UTF-8 file.")] = None,
+    chat: ChatOption = False,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0 is off.")] = 0,
@@ -134,34 +132,41 @@ def generate(
     )
     raise_all(RequestError, "sampling parameters", params.faults())
     schedule = schedule_of(scheduler, profile, temperatures, unsigned, draft=not no_draft)
-    lm = _generator(model, *chosen_mesh(mesh, emulate_devices), logprobs, placement, schedule, verify, weights)
-    from dspark_jax.cli_engine import EngineRunner
+    from dspark_jax.cli_engine import EngineRunner, generator
 
+    lm = generator(
+        model, *chosen_mesh(mesh, emulate_devices), logprobs, placement, schedule, verify, weights,
+        drafter=drafter, draft_tokens=draft_tokens,
+    )  # fmt: skip
     if isinstance(lm, EngineRunner):
         with loading():
             lm.open([True, False] if compare else [not no_draft])
     if compare and lm.draft_config is None:
         raise RequestError(f"--compare needs a drafter, and the model {model!r} has none; remove --compare")
+    given = _conversation(lm, text) if chat else text
     if isinstance(lm, EngineRunner) and lm.follows:
-        lm.follow([text], params, speculate=_modes(lm, not no_draft, compare)[1])
+        lm.follow([given], params, speculate=_modes(lm, not no_draft, compare)[1])
     elif as_json:
-        _generate_json(lm, text, params, not no_draft, compare)
+        _generate_json(lm, given, params, not no_draft, compare)
     else:
-        _generate_shown(lm, text, params, not no_draft, compare, no_color)
+        _generate_shown(lm, text, given, params, not no_draft, compare, no_color)
 
 
 @app.command()
 @guarded
 def evaluate(
     prompts: Annotated[Path, typer.Option(help='JSONL file: on each line an object with "prompt" and maybe "kind".')],
-    model: Annotated[str, typer.Option(help="A shipped model's name, or a checkpoint folder.")] = "nano",
+    model: ModelOption = "nano",
+    drafter: DrafterOption = None,
+    draft_tokens: DraftTokensOption = None,
     kind: Annotated[str | None, typer.Option(help="Only the prompts of this kind.")] = None,
+    chat: ChatOption = False,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate for a prompt.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy, and compared with plain decoding.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this mass; 1 is off.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the first prompt; prompt i has seed + i.")] = 0,
-    batch: Annotated[int, typer.Option(help="Prompts decoded side by side.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts decoded side by side.")] = 8,
     mesh: MeshOption = None,
     emulate_devices: EmulateOption = None,
     weights: WeightsOption = "dequantised",
@@ -174,8 +179,8 @@ def evaluate(
 ) -> None:
     """Measure the drafter: tokens a round and acceptance, with and without its sequential head; compare the texts."""
     from dspark_jax import evaluate as evaluation
-    from dspark_jax.api import load
     from dspark_jax.cli_display import Display
+    from dspark_jax.cli_engine import EngineRunner, generator
     from dspark_jax.decode.sampling import SamplingParams
     from dspark_jax.errors import raise_all
 
@@ -183,49 +188,38 @@ def evaluate(
     raise_all(RequestError, "sampling parameters", params.faults())
     chosen = evaluation.read_prompts(prompts, kind)
     if requested():
-        raise ConfigError("evaluate works in one process; `dspark-jax bench serve` works in several")
-    shape, devices = chosen_mesh(mesh, emulate_devices)
-    if shape.pipe > 1:
         raise ConfigError(
-            f"evaluate works on one pipeline rank, and mesh {shape} has pipe = {shape.pipe}; use 1x{shape.devices}, or"
-            f" `dspark-jax bench serve --mesh {shape}`, which reports tokens a round on any mesh"
+            "evaluate works in one process, where it also recomputes what differs from plain decoding; run it without"
+            " `dspark-jax launch`, or `dspark-jax bench serve`, which reports tokens a round, with it"
         )
     schedule = schedule_of(scheduler, profile, temperatures, unsigned)
-    with loading():
-        lm = load(model, mesh=devices, scheduler=schedule, verify=verify, weights=weights)
+    lm = generator(
+        model, *chosen_mesh(mesh, emulate_devices), scheduler=schedule, verify=verify, weights=weights, slots=batch,
+        drafter=drafter, draft_tokens=draft_tokens,
+    )  # fmt: skip
+    if isinstance(lm, EngineRunner):
+        with loading():
+            lm.open([True, False] if temperature == 0 else [True])
+    if chat:
+        chosen = [replace(p, ids=tuple(_conversation(lm, p.prompt))) for p in chosen]
     display = Display()
     with display.waiting("evaluating"):
         found = evaluation.evaluate(lm, chosen, params, batch=batch)
     if as_json:
-        settings = {"model": model, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-        settings |= {"max_tokens": max_tokens, "batch": batch, "scheduler": scheduler, "verify": verify, "weights": weights}
+        settings = {"model": model, "drafter": _drafter(lm), "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        settings |= {"seed": seed, "max_tokens": max_tokens, "batch": batch, "chat": chat}
+        settings |= {"scheduler": scheduler, "verify": verify, "weights": weights}
         print(json.dumps({**settings, "results": [e.as_dict() for e in found]}))
     else:
         display.evaluation(found)
 
 
-def _generator(
-    model: str,
-    shape: "MeshConfig",
-    mesh: "Mesh | None",
-    logprobs: int | None = None,
-    placement: Path | None = None,
-    schedule: "ScheduleSource | None" = None,
-    verify: str = "rejection",
-    weights: "Weights" = "dequantised",
-) -> "Generator":
-    """The batch interface on one pipeline rank of one process; an engine on more, and to place experts."""
-    check_processes(mesh)
-    if placement is not None and mesh is None:
-        raise ConfigError("--placement spreads experts over expert ranks; add --mesh, such as --mesh 1x2")
-    if mesh is None or (shape.pipe == 1 and not requested() and placement is None):
-        from dspark_jax.api import load
-
-        with loading():
-            return load(model, mesh=mesh, scheduler=schedule, verify=verify, weights=weights)
-    from dspark_jax.cli_engine import EngineRunner
-
-    return EngineRunner(model, mesh, stage_ranges(shape, model), logprobs, placement, schedule, verify, weights)
+def _conversation(lm: "Generator", words: str) -> list[int]:
+    """Ids of a user's words in the model's chat template."""
+    template = getattr(lm, "chat", None)
+    if template is None:
+        raise RequestError("--chat needs a model with a chat template, on one pipeline rank, and there is none; leave it out")
+    return template.encode([{"role": "user", "content": words}])
 
 
 def _prompt_text(prompt: str | None, path: Path | None) -> str:
@@ -250,12 +244,18 @@ def _modes(lm: "Generator", draft: bool, compare: bool) -> tuple[bool, list[bool
     return draft, [draft, False] if compare else [draft]
 
 
-def _generate_json(lm: "Generator", prompt: str, params: "SamplingParams", draft: bool, compare: bool) -> None:
+def _generate_json(lm: "Generator", prompt: "Prompt", params: "SamplingParams", draft: bool, compare: bool) -> None:
     draft, modes = _modes(lm, draft, compare)
     compile_seconds = lm.compile([prompt], params, speculate=modes)
     result = lm.generate([prompt], params, speculate=draft)[0]
     plain = lm.generate([prompt], params, speculate=False)[0] if compare else None
-    print(json.dumps(summary(result, plain, draft, _comparable(lm, params), compile_seconds)))
+    found = summary(result, plain, draft, _comparable(lm, params), compile_seconds)
+    print(json.dumps({"drafter": _drafter(lm) if draft else None, **found}))
+
+
+def _drafter(lm: "Generator") -> str | None:
+    """What drafts; None: nothing does."""
+    return lm.draft_config.summary if lm.draft_config else None
 
 
 def _comparable(lm: "Generator", params: "SamplingParams") -> bool:
@@ -304,7 +304,7 @@ def _logprobs(one: "TokenLogprobs") -> dict[str, Any]:
 
 
 def _generate_shown(
-    lm: "Generator", prompt: str, params: "SamplingParams", draft: bool, compare: bool, no_color: bool
+    lm: "Generator", text: str, prompt: "Prompt", params: "SamplingParams", draft: bool, compare: bool, no_color: bool
 ) -> None:
     from dspark_jax.cli_display import Display
 
@@ -312,14 +312,14 @@ def _generate_shown(
     display = Display(no_color=no_color)
     with display.waiting("compiling"):
         compile_seconds = lm.compile([prompt], params, speculate=modes)
-    display.begin(prompt, draft)
+    display.begin(text, draft)
     result = lm.generate([prompt], params, speculate=draft, on_round=display.round)[0]
     display.end()
     plain = None
     if compare:
         with display.waiting("decoding without the drafter"):
             plain = lm.generate([prompt], params, speculate=False)[0]
-    display.summary(result, plain, draft, compile_seconds)
+    display.summary(result, plain, _drafter(lm) if draft else None, compile_seconds)
     if plain is not None:
         display.verdict(result, plain, _comparable(lm, params), lm.decode)
 
@@ -328,6 +328,7 @@ app.command("plan-stages")(plan_stages)
 app.command("inspect")(inspect)
 app.command("quantise")(quantise)
 app.command("calibrate")(calibrate)
+app.command("train")(train)
 app.command("profile")(profile)
 app.command("launch")(launch)
 

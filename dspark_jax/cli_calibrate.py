@@ -28,7 +28,7 @@ def calibrate(
     top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this mass; 1 is off.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the first request; it rises by 1 from one to the next.")] = 0,
-    batch: Annotated[int, typer.Option(help="Requests decoded side by side.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="Requests decoded side by side.")] = 16,
     out: Annotated[Path | None, typer.Option(help="Write the temperatures to this file (JSON).")] = None,
     recorded: Annotated[
         Path | None, typer.Option(help="Write the recorded rounds, logits and accepted drafts, to this file (npz).")
@@ -45,8 +45,8 @@ def calibrate(
     a minute with the model nano; for temperatures to serve with, give many prompts, or more --samples.
     """
     from dspark_jax import record
-    from dspark_jax.api import load
     from dspark_jax.cli_display import Display
+    from dspark_jax.cli_engine import EngineRunner, generator
     from dspark_jax.decode.rounds_file import write_rounds
     from dspark_jax.decode.sampling import SamplingParams
     from dspark_jax.errors import raise_all
@@ -65,14 +65,10 @@ def calibrate(
         check_plot(plot)
     if requested():
         raise ConfigError("calibrate works in one process; run it without `dspark-jax launch`")
-    shape, devices = chosen_mesh(mesh, emulate_devices)
-    if shape.pipe > 1:
-        raise ConfigError(
-            f"calibrate works on one pipeline rank, and mesh {shape} has pipe = {shape.pipe}; use 1x{shape.devices}: the"
-            " temperatures hold on every mesh"
-        )
-    with loading():
-        lm = load(model, mesh=devices, weights=weights)
+    lm = generator(model, *chosen_mesh(mesh, emulate_devices), weights=weights, slots=batch)
+    if isinstance(lm, EngineRunner):
+        with loading():
+            lm.open([True])
     display = Display()
     with display.waiting("decoding"):
         recording = record.record(lm, [p.prompt for p in chosen], params, samples=samples, batch=batch)

@@ -54,11 +54,13 @@ class Display:
     def end(self) -> None:
         self._write("\n\n", None)
 
-    def summary(self, result: Completion, plain: Completion | None, draft: bool, compile_seconds: float) -> None:
-        """Counts and speeds of the run, and of plain decoding where it ran."""
+    def summary(self, result: Completion, plain: Completion | None, drafter: str | None, compile_seconds: float) -> None:
+        """Counts and speeds of the run, and of plain decoding where it ran; `drafter` says what drafted, if anything did."""
+        draft = drafter is not None
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         table.add_row("tokens", f"{len(result.tokens)} (ended by {_reason(result.finish_reason)})")
         if draft:
+            table.add_row("drafter", drafter)
             table.add_row("rounds", str(result.rounds))
             table.add_row("tokens per round", _number(result.tokens_per_round))
             table.add_row("acceptance by position", _acceptance(result))

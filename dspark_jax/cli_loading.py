@@ -1,9 +1,27 @@
-"""A line about loading, on stderr, where that is a terminal and the weights are large."""
+"""Options that say which model is loaded, and a line about loading, on stderr, where that is a terminal and it takes long."""
 
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ModelOption = Annotated[
+    str, typer.Option("--model", "--target", help="A shipped model's name, a checkpoint folder, or a GGUF file.")
+]
+DrafterOption = Annotated[
+    Path | None,
+    typer.Option(help="For a dense target: folder of a DSpark, DFlash or PARD drafter; or a smaller model, folder or GGUF."),
+]
+ChatOption = Annotated[
+    bool, typer.Option("--chat", help="A prompt is a user's message: it is put into the model's chat template.")
+]
+DraftTokensOption = Annotated[
+    int | None, typer.Option(help="Drafts a round of a PARD or smaller model; 5 by default. Other drafters' blocks say theirs.")
+]
 
 PATIENCE = 1.0  # seconds until the line appears
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dspark_jax.cli_devices import EmulateOption, MeshOption, chosen_mesh
 from dspark_jax.cli_guard import guarded
 from dspark_jax.cli_mesh import size
-from dspark_jax.errors import CheckpointError, RequestError
+from dspark_jax.errors import CheckpointError, ConfigError, RequestError
 
 if TYPE_CHECKING:
     from dspark_jax.agreement import Agreement
@@ -23,6 +24,8 @@ def quantise(
         Path | None, typer.Option(help='Compare both models\' tokens on this JSONL file: on each line a "prompt".')
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate for a prompt.")] = 64,
+    mesh: MeshOption = None,
+    emulate_devices: EmulateOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Write a model with fp8 linear maps and fp4 experts, as DeepSeek's files have them; --prompts measures the loss."""
@@ -38,6 +41,14 @@ def quantise(
         raise RequestError(f"--out {str(out)!r}: there is no folder {str(out.parent)!r}; make it, or choose another path")
     if out.exists() and (not out.is_dir() or out.resolve() == folder.resolve()):
         raise CheckpointError(f"--out {str(out)!r} is the model itself or a file; choose another path")
+    if prompts is None and (mesh is not None or emulate_devices is not None):
+        raise RequestError("--mesh is for the comparison, and without --prompts there is none; remove it, or add --prompts")
+    shape, devices = chosen_mesh(mesh, emulate_devices)
+    if shape.pipe > 1:
+        raise ConfigError(
+            f"quantise compares by passes over whole texts, which pipeline ranks do not make, and mesh {shape} has pipe ="
+            f" {shape.pipe}; use 1x{shape.devices}: the tokens are the same on every mesh"
+        )
     stored = _write(folder, out)
     found: dict[str, Any] = {"model": model, "out": str(out), "stored": stored}
     agreed = None
@@ -46,7 +57,8 @@ def quantise(
 
         # In float32 on every device: only the weights differ.
         with Display().waiting("comparing"):
-            agreed = agreement(load(folder, dtype="float32"), load(out, dtype="float32"), texts, max_tokens=max_tokens)
+            reference, other = (load(path, mesh=devices, dtype="float32") for path in (folder, out))
+            agreed = agreement(reference, other, texts, max_tokens=max_tokens)
         found |= {"max_tokens": max_tokens, **agreed.as_dict()}
     if as_json:
         print(json.dumps(found))

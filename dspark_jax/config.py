@@ -112,6 +112,13 @@ class DraftConfig:
         if isinstance(self.target_layer_ids, list):
             object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
 
+    @property
+    def summary(self) -> str:
+        """What it is, in a line."""
+        head = "no sequential head" if self.head == "none" else f"{self.head} head of rank {self.markov_rank}"
+        taps = list(self.target_layer_ids)
+        return f"embedded DSpark: {self.block_size} drafts, {head}, taps {taps}, {self.num_stages} stages"
+
     def faults(self, target: TargetConfig) -> list[str]:
         """What makes these stages impossible on `target`: wrong types, or with all types right the contradictions."""
         found = []

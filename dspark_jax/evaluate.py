@@ -2,7 +2,8 @@
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 
 from dspark_jax.api import LM
 from dspark_jax.cli_display import first_difference
+from dspark_jax.cli_engine import Generator
 from dspark_jax.decode.sampling import SamplingParams
 from dspark_jax.errors import RequestError, raise_all
 from dspark_jax.near_tie import Margins, margins
@@ -20,10 +22,14 @@ from dspark_jax.results import Completion
 
 @dataclass(frozen=True)
 class EvalPrompt:
-    """One line of a prompt file; `kind` groups the results ("" where the file names none)."""
+    """One line of a prompt file; `kind` groups the results ("" where the file names none).
+
+    `ids` are what the model reads, where that is not the text alone (a chat template's); None: the text.
+    """
 
     prompt: str
     kind: str = ""
+    ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -163,50 +169,64 @@ def read_prompts(path: Path, kind: str | None = None) -> list[EvalPrompt]:
     return kept
 
 
-def head_off(lm: LM) -> LM | None:
-    """The model with its sequential head's bias at zero, sharing the compiled programs; None without such a head."""
+@contextmanager
+def head_off(lm: Generator) -> Iterator[Generator | None]:
+    """The model with its sequential head's bias at zero, sharing the compiled programs; None without such a head.
+
+    An engine's caches belong to one object, so there the parameters are exchanged until the block ends.
+    """
 
     def silence(path: tuple, leaf: jax.Array) -> jax.Array:
         return jnp.zeros_like(leaf) if _is_bias_map(path) else leaf
 
-    if not any(_is_bias_map(path) for path, _ in jax.tree_util.tree_leaves_with_path(lm._params)):
-        return None
-    silent = copy.copy(lm)  # programs take the parameters as an argument, so they fit both
-    silent._params = jax.tree_util.tree_map_with_path(silence, lm._params)
-    return silent
+    holder = copy.copy(lm) if isinstance(lm, LM) else lm.engine(True)
+    own: Any = holder._params
+    if not any(_is_bias_map(path) for path, _ in jax.tree_util.tree_leaves_with_path(own)):
+        yield None
+        return
+    holder._params = jax.tree_util.tree_map_with_path(silence, own)  # an argument of the programs, so they fit both
+    try:
+        yield holder if isinstance(holder, LM) else lm
+    finally:
+        holder._params = own
 
 
 def _is_bias_map(path: tuple) -> bool:
-    return any(getattr(key, "key", None) == "markov_w2" for key in path)
+    return any("markov_w2" in str(getattr(key, "key", "")) for key in path)  # a ring's keys are whole paths
 
 
-def evaluate(lm: LM, prompts: Sequence[EvalPrompt], params: SamplingParams, *, batch: int = 8) -> list[Evaluation]:
+def evaluate(
+    lm: Generator, prompts: Sequence[EvalPrompt], params: SamplingParams, *, batch: int = 8
+) -> list[Evaluation]:
     """Generates for every prompt, `batch` prompts side by side; one result a kind in order of appearance, then "all".
+
+    On several pipeline ranks `lm` is a `cli_engine.EngineRunner`, whose slots decide how many prompts run side by side.
 
     Prompt i is sampled with seed `params.seed + i`. At temperature 0 each text is compared with plain decoding's, and
     the margins of every difference are recomputed. Raises RequestError for a model without a drafter.
     """
+    if batch < 1:
+        raise RequestError(f"batch is {batch}; expected at least 1")
     if lm.draft_config is None:
         raise RequestError(
             "the model has no drafter, so there is no acceptance to measure; choose one with mtp.* stages"
         )
-    if batch < 1:
-        raise RequestError(f"batch is {batch}; expected at least 1")
-    texts = [p.prompt for p in prompts]
+    texts = [p.prompt if p.ids is None else p.ids for p in prompts]
     each = [replace(params, seed=(params.seed + i) % 2**32) for i in range(len(texts))]
+    size = batch if isinstance(lm, LM) else len(texts)  # an engine takes the next prompt when one of its slots is free
 
-    def run(model: LM, speculate: bool) -> list[Completion]:
-        parts = range(0, len(texts), batch)
+    def run(model: Generator, speculate: bool) -> list[Completion]:
+        parts = range(0, len(texts), size)
         return [
             result
             for i in parts
-            for result in model.generate(texts[i : i + batch], each[i : i + batch], speculate=speculate)
+            for result in model.generate(texts[i : i + size], each[i : i + size], speculate=speculate)
         ]
 
-    lm.compile(texts[:batch], params, speculate=[True, False] if params.temperature == 0 else [True])
+    lm.compile(texts[:size], params, speculate=[True, False] if params.temperature == 0 else [True])
     fast = run(lm, True)
-    silent = head_off(lm)
-    without = run(silent, True) if silent else None
+    with head_off(lm) as silent:
+        without = run(silent, True) if silent else None
     differences = None
     if params.temperature == 0:
         pairs = zip(fast, run(lm, False), strict=True)
@@ -234,13 +254,14 @@ def evaluate(lm: LM, prompts: Sequence[EvalPrompt], params: SamplingParams, *, b
     return found
 
 
-def compare(lm: LM, index: int, speculative: Completion, plain: Completion) -> Difference | None:
+def compare(lm: Generator, index: int, speculative: Completion, plain: Completion) -> Difference | None:
     """Where two greedy answers to one prompt part, with the margins there; None where they do not."""
     a, b = speculative.tokens, plain.tokens
     if a == b:
         return None
     at = first_difference(a, b)
-    return Difference(index, at, margins(lm, (*plain.prompt_tokens, *b[:at])))
+    whole = lm if isinstance(lm, LM) else lm.whole
+    return Difference(index, at, margins(whole, (*plain.prompt_tokens, *b[:at])))
 
 
 def distinct_share(texts: Sequence[Sequence[int]], n: int = 4) -> float | None:

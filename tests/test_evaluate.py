@@ -132,9 +132,9 @@ def test_the_routers_margin_skips_padding_rows_and_hash_layers(nano: LM):
 
 
 def test_head_off_zeroes_the_bias_alone_and_shares_programs(nano: LM):
-    silent = head_off(nano)
-    assert silent is not None and silent._decoders is nano._decoders
-    before, after = (jax.tree_util.tree_leaves_with_path(lm._params) for lm in (nano, silent))
+    with head_off(nano) as silent:
+        assert isinstance(silent, LM) and silent._decoders is nano._decoders
+        before, after = (jax.tree_util.tree_leaves_with_path(lm._params) for lm in (nano, silent))
     changed = [(path, b) for (path, a), (_, b) in zip(before, after, strict=True) if np.any(a != b)]
     assert len(changed) == 1 and "markov_w2" in jax.tree_util.keystr(changed[0][0]) and not np.any(changed[0][1])
 

@@ -161,7 +161,7 @@ def test_the_table_says_how_many_rounds_there_were(run, tmp_path):
     (("--plot", "r.doc"), "'r.doc' ends in '.doc'; expected one of"),
     (("--samples", "0"), "samples is 0; expected at least 1"),
     (("--temperature", "-1"), "temperature = -1.0"),
-    (("--mesh", "2x1"), "calibrate works on one pipeline rank|mesh 2x1 takes 2"),
+    (("--batch", "0"), "Invalid value for '--batch'"),
 ])  # fmt: skip
 def test_bad_input_ends_in_one_line(run, arguments, message):
     code, printed, err = run(*arguments)

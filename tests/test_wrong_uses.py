@@ -61,7 +61,7 @@ COMMANDS = {
     # wrong names
     "generat --prompt a": "No such command 'generat'. Did you mean 'generate'?",
     "bench nothing": "No such command 'nothing'",
-    f"{A} --max-token 3": "No such option: --max-token (Possible options: --max-tokens",
+    f"{A} --max-token 3": "No such option: --max-token (Possible options: --draft-tokens, --max-tokens",
     f"{A} --model nanno": "model 'nanno' not found; expected the name of a shipped model (nano)",
     f"{A} --model v4-flash": "model 'v4-flash' is a preset without weights",
     f"{A} --scheduler fastest": "scheduler is 'fastest'; expected fixed:LENGTH",
@@ -122,7 +122,8 @@ COMMANDS = {
     f"{A} {MESH} ids.yaml": "the list holds expert ids [99]; expected ids in [0, 16)",
     f"{A} {MESH} online.yaml": "layer_updates_per_iter is 2; static EPLB only",
     f"{B} --mesh 2x4 --slots 3": "slots is 3; expected a positive multiple of pipe × expert = 8",
-    "evaluate --prompts prompts.jsonl --mesh 8x1": "evaluate works on one pipeline rank",
+    "evaluate --prompts prompts.jsonl --mesh 8x1": "8 pipe ranks for 6 layers; expected at most one rank a layer",
+    "quantise nano --out q --prompts prompts.jsonl --mesh 8x1": "has pipe = 8; use 1x8: the tokens are the same on every mesh",
     "plan-stages --model v4-flash --mesh 2x4 --stages 0-3,5-9": "layers 10-42 behind the last rank are on no rank",
     "launch --processes 3 --mesh 2x1 -- generate": "mesh 2x1 has 2 devices; expected a multiple of --processes 3",
 }
@@ -222,6 +223,7 @@ def lm():
     return lookup_lm(alphabet(), agreeing(alphabet()), max_position_embeddings=512)
 
 
+DATA_MODEL = jax.make_mesh((1, 1), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
 WRONG_MODELS = {
     "load a number": (lambda: load(3), CheckpointError, "model is 3; expected the name of a shipped model"),
     "load a wrong name": (lambda: load("nanno"), CheckpointError, "did you mean 'nano'?"),
@@ -235,6 +237,8 @@ WRONG_MODELS = {
     "a length as text, engine": (lambda: Engine("nano", max_len="x"), ConfigError, "max_len is 'x'; expected a number"),
     "mesh as text": (lambda: load("nano", mesh="2x1"), ConfigError, "mesh is '2x1'; expected what make_mesh"),
     "mesh as text, engine": (lambda: Engine("nano", mesh="2x1"), ConfigError, "mesh is '2x1'; expected what make_mesh"),
+    "axes of other names": (lambda: load("nano", mesh=DATA_MODEL), ConfigError, "; expected what make_mesh(2, 4) gives"),
+    "axes of other names, engine": (lambda: Engine("nano", mesh=DATA_MODEL), ConfigError, "; expected what make_mesh(2, 4)"),
     "two stages": (lambda: load("nano", mesh=make_mesh(2, 1)), ConfigError, "pipe is 2; this version generates on one"),
     "five expert ranks": (lambda: load("nano", mesh=make_mesh(1, 5)), ConfigError, "expert is 5; expected a divisor of"),
     "no devices": (lambda: make_mesh(0, 1), ConfigError, "both axes must be at least 1"),

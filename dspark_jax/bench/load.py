@@ -30,7 +30,7 @@ from jax.sharding import Mesh
 
 from dspark_jax.bench.contest import Contest
 from dspark_jax.bench.load_models import Model, real_model, shaped_model
-from dspark_jax.bench.load_report import comparison, competitor, draw, table, verdict
+from dspark_jax.bench.load_report import comparison, competitor, draw, merged, table, verdict
 from dspark_jax.bench.load_run import Point, capacity
 from dspark_jax.bench.synthetic import expected_tokens
 from dspark_jax.decode.calibrate import Rounds
@@ -40,7 +40,7 @@ from dspark_jax.errors import ConfigError, DSparkError, RequestError, raise_all
 from dspark_jax.parallel.mesh import EXPERT, PIPE, make_mesh
 from dspark_jax.parallel.planner import plan_stages
 from dspark_jax.parallel.ring import RingConfig
-from dspark_jax.parallel.ring_timer import RingTimer
+from dspark_jax.parallel.ring_timer import RingTimer, abstract_params
 from dspark_jax.parallel.stage import PipelineSpec
 from dspark_jax.presets import PRESETS
 from dspark_jax.serve.scheduler import slot_counts
@@ -72,14 +72,11 @@ class Log:
 
     def keep(self) -> None:
         self.found |= {"verdict": verdict(self.found["points"]), "seconds": time.perf_counter() - self.begin}
-        if self.out is not None:
-            part = self.out.with_name(self.out.name + ".part")
-            part.write_text(json.dumps(self.found, indent=1) + "\n")
-            os.replace(part, self.out)
+        _kept(self.found, self.out)
 
 
 def make_points(model: Model, mesh: Mesh, settings: Settings) -> list[Point]:
-    """Rings of every concurrency over one set of weights; nothing is compiled.
+    """Rings of every concurrency, without weights; nothing is compiled.
 
     Raises ConfigError for a concurrency that the mesh cannot share out.
     """
@@ -96,21 +93,27 @@ def make_points(model: Model, mesh: Mesh, settings: Settings) -> list[Point]:
         model.config, model.draft, pipe, rows=rows, context=max_len, expert=expert, chunk=model.chunk, dtype=model.dtype.name
     )
     specs = [PipelineSpec(model.config, draft, plan.ranges, expert, model.dtype) for draft in (model.draft, None)]
-    found, params = [], {}
+    found = []
     for n in settings.concurrency:
         slots = n // pipe
         contest = Contest.of(slots // expert, gamma, settings.lengths, settings.threshold, settings.temperatures)
         sizes = RingConfig(slots, max_len, model.chunk, rounds_per_call, schedule=contest, buckets=contest.buckets)
         drafting = model.ring(specs[0], mesh, sizes)
         plain = model.ring(specs[1], mesh, RingConfig(slots, max_len, model.chunk, rounds_per_call))
-        params = params or model.place(drafting)
-        part = {key: params[key] for key in plain.pipeline.params.shapes}  # plain decoding's weights are some of these
-        found.append(Point(n, RingTimer(drafting, params), RingTimer(plain, part), model.workload, settings.seed))
+        drafting, plain = (RingTimer(ring, abstract_params(ring)) for ring in (drafting, plain))
+        found.append(Point(n, drafting, plain, model.workload, settings.seed))
     return found
 
 
-def compile_all(points: Sequence[Point], log: Log) -> dict[int, str]:
-    """The first by itself, then the others side by side; returns what went wrong, by concurrency."""
+def place_weights(points: Sequence[Point], model: Model) -> None:
+    """One set of weights for all programs."""
+    params = model.place(points[0].drafting.ring)
+    for timer in (timer for point in points for timer in (point.drafting, point.plain)):
+        timer.params = {key: params[key] for key in timer.params}  # plain decoding's weights are some of these
+
+
+def compile_all(points: Sequence[Point], model: Model, log: Log) -> dict[int, str]:
+    """All programs side by side, and what makes the weights; returns what went wrong, by concurrency."""
     failed: dict[int, str] = {}
 
     def compiled(work: tuple[int, str, RingTimer]) -> None:
@@ -121,9 +124,11 @@ def compile_all(points: Sequence[Point], log: Log) -> dict[int, str]:
             failed[requests] = f"{name}: cannot be compiled: {_first_line(error)}"
 
     work = [(p.requests, name, timer) for p in points for name, timer in (("drafting", p.drafting), ("plain", p.plain))]
-    compiled(work[0])
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        list(pool.map(compiled, work[1:]))
+    with ThreadPoolExecutor(min(32, 2 * (os.cpu_count() or 1))) as pool:
+        making = [pool.submit(make) for make in model.makers(points[0].drafting.ring)]
+        list(pool.map(compiled, work))
+        for one in making:
+            one.result()
     return failed
 
 
@@ -187,8 +192,9 @@ def run(model: Model, mesh: Mesh, settings: Settings, out: Path | None = None, c
     }
     log = Log(out, facts)
     points = make_points(model, mesh, settings)
+    failed = compile_all(points, model, log)
+    place_weights(points, model)
     log.say("weights are on the device")
-    failed = compile_all(points, log)
     for point in points:
         if point.requests in failed:
             log.say(f"{_requests(point.requests)}: {failed[point.requests]}")
@@ -208,7 +214,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m dspark_jax.be
     args = _parser(prog).parse_args(argv)
     try:
         if args.draw is not None:
-            return _show(read_object(args.draw, "a report of bench load", "give what --out has written"), args)
+            reports = [read_object(path, "a report of bench load", "give what --out has written") for path in args.draw]
+            return _show(_kept(merged(reports), args.out), args)
         mesh = _mesh(args)
         _check_files(args)
         if args.shape:
@@ -222,6 +229,14 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m dspark_jax.be
         print(f"dspark-jax: error: {error}", file=sys.stderr)
         return 2
     return _show(found, args)
+
+
+def _kept(found: dict[str, Any], out: Path | None) -> dict[str, Any]:
+    if out is not None:
+        part = out.with_name(out.name + ".part")
+        part.write_text(json.dumps(found, indent=1) + "\n")
+        os.replace(part, out)
+    return found
 
 
 def _show(found: dict[str, Any], args: argparse.Namespace) -> int:
@@ -264,7 +279,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--emulate-devices", type=int, help="split the CPU into so many devices")
     parser.add_argument("--out", type=Path, help="JSON file, written as it grows")
     parser.add_argument("--plots", type=Path, help="folder for pareto.png and budget.png")
-    parser.add_argument("--draw", type=Path, help="measure nothing: show and draw the report of an earlier --out")
+    parser.add_argument(
+        "--draw", type=Path, nargs="+", help="measure nothing: show and draw earlier --out files, several as one report"
+    )
     parser.add_argument("--json", action="store_true", help="print the report, not the table")
     return parser
 

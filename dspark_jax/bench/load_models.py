@@ -1,6 +1,6 @@
 """What `bench.load` measures: a model with its prompts, or the shapes of one with a recording."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from dspark_jax.bench.load_run import Workload
 from dspark_jax.bench.stage_programs import scaled
-from dspark_jax.bench.synthetic import SyntheticRing, random_params, shapes_of
+from dspark_jax.bench.synthetic import SyntheticRing, random_params, ring_makers, shapes_of
 from dspark_jax.config import DraftConfig, TargetConfig
 from dspark_jax.decode.calibrate import Rounds
 from dspark_jax.decode.rounds_file import read_rounds
@@ -82,6 +82,10 @@ class Model:
         if self.rounds is None or spec.draft is None:
             return Ring(spec, self.params, mesh, sizes)
         return SyntheticRing(spec, self.params, mesh, sizes, self.rounds)
+
+    def makers(self, ring: Ring) -> list[Callable[[], Any]]:
+        """What compiles all that `place` needs."""
+        return [] if self.rounds is None else ring_makers(ring)
 
     def place(self, ring: Ring) -> dict[str, jax.Array]:
         """The ring's parameters on its mesh."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from dspark_jax.bench.contest import WEIGHING
 from dspark_jax.bench.load_run import PLAIN, Run
+from dspark_jax.errors import ConfigError, raise_all
 
 ALL_UP_TO = 64  # concurrencies at which plain decoding should be beaten
 
@@ -58,6 +59,31 @@ def verdict(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         }
         for name in names
     }
+
+
+def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One report out of several of the same settings, each with concurrencies of its own.
+
+    Raises ConfigError naming every setting that differs, and a concurrency that is there twice.
+    """
+    foreign = [str(i) for i, report in enumerate(reports, 1) if not isinstance(report.get("points"), list)]
+    raise_all(ConfigError, "--draw", [f"report {i} has no points; give what bench load --out has written" for i in foreign])
+    first, own = reports[0], ("command", "date", "points", "verdict", "seconds")
+    faults = [
+        f"{key} is {first.get(key)!r} in the first report and {other.get(key)!r} in report {i}; draw them one by one"
+        for i, other in enumerate(reports[1:], 2)
+        for key in sorted({*first, *other})
+        if key not in own and first.get(key) != other.get(key)
+    ]
+    points = sorted((point for report in reports for point in report["points"]), key=lambda point: point["requests"])
+    counts = [point["requests"] for point in points]
+    twice = sorted({n for n in counts if counts.count(n) > 1})
+    faults += [f"{n} requests were measured in two reports; leave one of them out" for n in twice]
+    raise_all(ConfigError, "--draw", faults)
+    dates = [report["date"] for report in reports]
+    seconds = sum(report["seconds"] for report in reports)
+    found = {"command": "; ".join(report["command"] for report in reports), "date": max(dates), "seconds": seconds}
+    return {**first, **found, "points": points, "verdict": verdict(points)}
 
 
 def lines(points: Sequence[Mapping[str, Any]], x: str, y: str) -> dict[str, list[tuple[float, float]]]:

@@ -11,16 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from dspark_jax.bench.device_profile import DeviceProfile, profiled
-from dspark_jax.bench.stage_programs import Shapes, makers
-from dspark_jax.bench.synthetic import SyntheticRing, random_params, shapes_of
+from dspark_jax.bench.synthetic import SyntheticRing, random_params, ring_makers, shapes_of
 from dspark_jax.config import DraftConfig, TargetConfig
 from dspark_jax.decode.calibrate import Rounds
 from dspark_jax.parallel.mesh import make_mesh
 from dspark_jax.parallel.ring import Ring, RingConfig
-from dspark_jax.parallel.ring_timer import RingTimer
+from dspark_jax.parallel.ring_timer import RingTimer, abstract_params
 from dspark_jax.parallel.stage import PipelineSpec
 
 ROUND, PLAIN = "round", "plain step"
@@ -91,12 +89,6 @@ class Measured(NamedTuple):
     visited: list[float] | None
 
 
-@dataclass
-class _Leaves:
-    params: Shapes
-    experts: int
-
-
 def make_programs(what: Subject, batches: Sequence[int], count_experts: bool) -> list[Program]:
     """Compiled programs over one set of weights, two for every batch (four with counters); without what cannot be compiled."""
     mesh, shapes = make_mesh(), shapes_of(what.config, what.draft, what.dtype)
@@ -108,7 +100,7 @@ def make_programs(what: Subject, batches: Sequence[int], count_experts: bool) ->
             ring: Ring = SyntheticRing(spec, shapes, mesh, sizes, what.rounds)
         else:
             ring = Ring(spec, shapes, mesh, sizes)
-        return RingTimer(ring, _abstract(ring))
+        return RingTimer(ring, abstract_params(ring))
 
     found = [
         Program(n, draft is not None, timer(n, draft, False), timer(n, draft, True) if count_experts else None)
@@ -117,7 +109,7 @@ def make_programs(what: Subject, batches: Sequence[int], count_experts: bool) ->
     ]
     whole = found[0].timer.ring
     with ThreadPoolExecutor(min(32, 2 * (os.cpu_count() or 1))) as pool:
-        making = [pool.submit(make) for make in makers([_Leaves(whole.pipeline.params.shapes, what.config.n_routed_experts)])]
+        making = [pool.submit(make) for make in ring_makers(whole)]
         compiled = [[pool.submit(_compiled, name, one) for name, one in program.timers()] for program in found]
         for leaf in making:
             leaf.result()
@@ -127,14 +119,6 @@ def make_programs(what: Subject, batches: Sequence[int], count_experts: bool) ->
         for _, one in program.timers():
             one.params = {key: params[key] for key in one.params}
     return sound
-
-
-def _abstract(ring: Ring) -> dict[str, Any]:
-    """The ring's parameters before they are made: compiling needs shapes and places alone."""
-    return {
-        key: jax.ShapeDtypeStruct((1, *x.shape), x.dtype, sharding=NamedSharding(ring.mesh, ring.pipeline.specs[key]))
-        for key, x in ring.pipeline.params.shapes.items()
-    }
 
 
 def _compiled(name: str, timer: RingTimer) -> bool:

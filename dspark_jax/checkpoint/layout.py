@@ -13,13 +13,14 @@ from flax.typing import PathParts
 
 from dspark_jax.config import DraftConfig
 from dspark_jax.config_dense import DenseConfig, ModelConfig
+from dspark_jax.config_drafter import AnyDraftConfig
 from dspark_jax.models.speculative import DenseLM, SpeculativeLM
 
 Path = PathParts
 
 # Vectors and tables that both sides store alike; every other `.weight` is a linear map, stored transposed.
 _STRAIGHT = {"embed", "markov_w1", "norm", "q_norm", "kv_norm", "attn_norm", "ffn_norm", "main_norm"}
-_STRAIGHT |= {"embed_tokens", "k_norm", "input_layernorm", "post_attention_layernorm"}
+_STRAIGHT |= {"embed_tokens", "k_norm", "input_layernorm", "post_attention_layernorm", "hidden_norm"}
 _HYPER = {"hc_attn", "hc_ffn", "hc_head"}
 _FP32 = {"fn", "base", "scale", "ape", "attn_sink", "bias"}
 _CODES = {np.dtype(np.uint8): "fp4", np.dtype(jnp.float8_e4m3fn): "fp8"}
@@ -47,13 +48,15 @@ class Entry:
 
 
 def skeleton(
-    config: ModelConfig, draft: DraftConfig | None, *, dtype: jax.typing.DTypeLike, axis: str | None
+    config: ModelConfig, draft: AnyDraftConfig | None, *, dtype: jax.typing.DTypeLike, axis: str | None
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Graph and parameters of a `SpeculativeLM` or `DenseLM` with shapes in place of arrays; nothing is allocated."""
 
     def make() -> SpeculativeLM | DenseLM:
         if isinstance(config, DenseConfig):
-            return DenseLM(config, dtype=dtype, rngs=nnx.Rngs(0))
+            assert not isinstance(draft, DraftConfig), "embedded stages on a dense target"
+            return DenseLM(config, draft, dtype=dtype, rngs=nnx.Rngs(0))
+        assert draft is None or isinstance(draft, DraftConfig), "a separate drafter on a V4-style target"
         return SpeculativeLM(config, draft, dtype=dtype, axis=axis, rngs=nnx.Rngs(0))
 
     return nnx.split(nnx.eval_shape(make))
@@ -68,7 +71,7 @@ def entries(params: nnx.State) -> list[Entry]:
 def _entry(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> Entry:
     names = [str(p) for p in path[1:]]  # without "target" or "draft"
     leaf = names[-1]
-    kind = "int" if leaf == "tid2eid" else "fp32" if leaf in _FP32 else "weight"
+    kind = "int" if leaf in ("tid2eid", "d2t") else "fp32" if leaf in _FP32 else "weight"
     if len(names) > 1 and names[-2] == "experts":
         matrix, _, scale = leaf.partition("_")
         kind = scale or _CODES.get(np.dtype(dtype), kind)
@@ -88,8 +91,9 @@ def _entry(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> Entry:
     if len(names) > 1 and names[-2] in _HYPER:
         key = ".".join([*names[:-2], f"{names[-2]}_{leaf}"])
         transposed = leaf == "fn"
-    elif leaf in ("gate_bias", "joint_bias"):
-        key, transposed = ".".join([*names[:-1], leaf.replace("_bias", "_proj.bias")]), False
+    elif leaf in ("gate_bias", "joint_bias", "proj_bias"):
+        stem = leaf.removesuffix("_bias").removesuffix("proj")
+        key, transposed = ".".join([*names[:-1], f"{stem}_proj" if stem else "proj", "bias"]), False
         kind = "fp32"
     else:
         key = ".".join(names)

@@ -16,7 +16,7 @@ from dspark_jax.checkpoint import layout
 from dspark_jax.checkpoint.files import TensorFiles, open_files, stage_numbers
 from dspark_jax.checkpoint.headers import expert_format, header_faults, size_faults
 from dspark_jax.checkpoint.quantised import config_faults
-from dspark_jax.checkpoint.values import Deferred, Values
+from dspark_jax.checkpoint.values import Values, deferred
 from dspark_jax.config import (
     DENSE_FAMILIES,
     DraftConfig,
@@ -29,9 +29,6 @@ from dspark_jax.config import (
 )
 from dspark_jax.config_dense import DenseConfig, ModelConfig, dense_from_hf
 from dspark_jax.errors import CheckpointError, ConfigError, raise_all
-
-# With a fault in the headers, values are still checked where that takes a second, so that one run shows everything.
-_SCAN_BYTES = 2**31
 
 Place = Callable[[layout.Path, np.ndarray], jax.Array]
 Weights = Literal["dequantised", "quantised"]
@@ -87,8 +84,8 @@ def read_checkpoint(
     flat = {path: variable.get_value() for path, variable in nnx.to_flat_state(opened.params)}
     placed: dict[layout.Path, jax.Array] = {}
     try:
-        for path, deferred in flat.items():
-            placed[path] = put(path, np.asarray(deferred))
+        for path, value in flat.items():
+            placed[path] = put(path, np.asarray(value))
     except CheckpointError:
         placed.clear()
         raise
@@ -180,15 +177,8 @@ def _deferred(
     found: LoadedCheckpoint, files: TensorFiles, dtype: np.dtype, faults: list[str]
 ) -> LoadedCheckpoint:
     """With `Deferred` parameters in place of shapes; raises CheckpointError if there are faults, with those of the values."""
-    params, entries = found.params, layout.entries(found.params)
-    values = Values(files, entries, found.config, dtype)
-    if faults:
-        if sum(info.bytes for info in files.tensors.values()) <= _SCAN_BYTES:
-            faults += values.faults()
-        raise_all(CheckpointError, str(files.folder), faults)
-    shapes = {path: variable.get_value().shape for path, variable in nnx.to_flat_state(params)}
-    deferred = {entry.path: Deferred(values, entry, shapes[entry.path]) for entry in entries}
-    nnx.replace_by_pure_dict(params, nnx.traversals.unflatten_mapping(deferred))
+    values = Values(files, layout.entries(found.params), found.config, dtype)
+    nnx.replace_by_pure_dict(found.params, nnx.traversals.unflatten_mapping(deferred(values, found.params, faults)))
     return found
 
 

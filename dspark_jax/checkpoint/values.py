@@ -5,16 +5,18 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from dspark_jax.checkpoint.files import TensorFiles, listed
 from dspark_jax.checkpoint.headers import Wanted, stored_format, wanted
-from dspark_jax.checkpoint.layout import Entry
+from dspark_jax.checkpoint.layout import Entry, Path
 from dspark_jax.checkpoint.quantised import dequantised, nan_faults, scale_key
 from dspark_jax.checkpoint.watch import watcher
 from dspark_jax.config import TargetConfig
 from dspark_jax.config_dense import DenseConfig, ModelConfig
 from dspark_jax.errors import CheckpointError, raise_all
 
+_SCAN_BYTES = 2**31
 _CODES = {"fp4": np.dtype(np.uint8), "fp8": np.dtype(jnp.float8_e4m3fn), "scale": np.dtype(np.uint8)}
 
 
@@ -108,6 +110,20 @@ class Deferred:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self._values.read(self._entry).astype(dtype or self.dtype, copy=False)
+
+
+def deferred(values: Values, params: nnx.State, faults: list[str]) -> dict[Path, Deferred]:
+    """`Deferred` parameters by path for `values.entries`, which are some of `params`.
+
+    Raises CheckpointError if there are `faults`, with those of the values where reading them takes a second.
+    """
+    if faults:
+        # So one run shows everything.
+        if sum(info.bytes for info in values.files.tensors.values()) <= _SCAN_BYTES:
+            faults = [*faults, *values.faults()]
+        raise_all(CheckpointError, str(values.files.folder), faults)
+    shapes = {path: variable.get_value().shape for path, variable in nnx.to_flat_state(params)}
+    return {entry.path: Deferred(values, entry, shapes[entry.path]) for entry in values.entries}
 
 
 def _layer(entry: Entry) -> str | None:

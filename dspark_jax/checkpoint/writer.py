@@ -19,6 +19,7 @@ from dspark_jax.checkpoint.files import INDEX, SINGLE, listed
 from dspark_jax.checkpoint.quantised import config_of, published_format, quantised, scale_key, stored_shapes
 from dspark_jax.config import DraftConfig, to_hf
 from dspark_jax.config_dense import DenseConfig, ModelConfig, dense_to_hf
+from dspark_jax.config_drafter import StandaloneConfig, standalone_to_hf
 from dspark_jax.errors import CheckpointError, raise_all
 from dspark_kernels.formats import BlockFormat
 
@@ -56,17 +57,54 @@ def write_checkpoint(
         is not finite in `dtype`; files of an earlier model then stay as they were.
       ConfigError: the drafter's configuration is impossible on this target, or experts with an odd width are to be fp4.
     """
-    if dtype not in _DTYPES or max_shard_bytes < 1:
-        raise CheckpointError(
-            f"dtype is {dtype!r}, max_shard_bytes is {max_shard_bytes};"
-            f" expected one of {', '.join(_DTYPES)}, and at least 1"
-        )
+    _check_options(dtype, max_shard_bytes)
     folder, to = Path(folder), _DTYPES[dtype]
     described = _described(config, draft, quantise)
     entries = layout.entries(params)
     _check(entries, layout.entries(layout.skeleton(config, draft, dtype=to, axis=None)[1]), str(folder))
     values = {path: variable.get_value() for path, variable in nnx.to_flat_state(params)}
-    stored = Stored(to, quantise)
+    _write(folder, {**described, "torch_dtype": dtype}, entries, values, Stored(to, quantise), max_shard_bytes)
+
+
+def write_drafter(
+    folder: Path, draft: StandaloneConfig, params: nnx.State, *, dtype: str = "bfloat16", max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Writes a standalone drafter alone, config.json and weights, in the layout of DeepSpec, which vLLM reads too.
+
+    Args:
+      folder: made if need be; weights of an earlier model in it are replaced, other files stay.
+      draft: its configuration.
+      params: parameters of the `DenseLM` that holds it, or of them those below "draft".
+      dtype, max_shard_bytes: as for `write_checkpoint`.
+
+    Raises:
+      CheckpointError: `dtype` or `max_shard_bytes` is impossible, or a value is not finite in `dtype`.
+    """
+    _check_options(dtype, max_shard_bytes)
+    flat = nnx.to_flat_state(params)
+    values = {path: variable.get_value() for path, variable in flat if path[0] == "draft"}
+    entries = [entry for entry in layout.entries(params) if entry.path in values]
+    config = {**standalone_to_hf(draft), "torch_dtype": dtype}
+    _write(Path(folder), config, entries, values, Stored(_DTYPES[dtype], False), max_shard_bytes)
+
+
+def _check_options(dtype: str, max_shard_bytes: int) -> None:
+    if dtype not in _DTYPES or max_shard_bytes < 1:
+        raise CheckpointError(
+            f"dtype is {dtype!r}, max_shard_bytes is {max_shard_bytes};"
+            f" expected one of {', '.join(_DTYPES)}, and at least 1"
+        )
+
+
+def _write(
+    folder: Path,
+    config: dict[str, Any],
+    entries: list[layout.Entry],
+    values: dict[layout.Path, Any],
+    stored: "Stored",
+    max_shard_bytes: int,
+) -> None:
+    """The weight files, their index if they are several, and config.json."""
     shards = list(_shards(entries, stored, max_shard_bytes))
     count = len(shards)
     names = [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
@@ -84,7 +122,7 @@ def write_checkpoint(
         where = {tensor: name for name, entry, key in keys for tensor in stored.names(entry, key)}
         total = sum(stored.size(entry, key) for entry in entries for key in entry.keys)
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-    _write_json(folder / "config.json", {**described, "torch_dtype": dtype})
+    _write_json(folder / "config.json", config)
 
 
 def _described(config: ModelConfig, draft: DraftConfig | None, quantise: bool) -> dict[str, Any]:

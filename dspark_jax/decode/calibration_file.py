@@ -63,7 +63,7 @@ class Calibration:
         os.replace(part, path)
 
 
-def head_digest(params: nnx.State) -> str:
+def head_digest(params: nnx.State | Mapping[str, jax.Array]) -> str:
     """64 hexadecimal digits of the confidence head's weights: temperatures fit one training of it only.
 
     Raises:

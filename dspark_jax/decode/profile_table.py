@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dspark_jax.config import DraftConfig
 from dspark_jax.config_dense import ModelConfig
+from dspark_jax.config_drafter import AnyDraftConfig
 from dspark_jax.decode.file_checks import increasing_faults, key_faults, positive_faults, read_object
 from dspark_jax.decode.schedule.cost import StepCost
 from dspark_jax.eplb.placement import Placement
@@ -52,7 +52,7 @@ class Fingerprint:
     def of(
         cls,
         config: ModelConfig,
-        draft: DraftConfig | None,
+        draft: AnyDraftConfig | None,
         *,
         dtype: str,
         mesh: str,

@@ -13,8 +13,8 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from dspark_jax.config import DraftConfig
 from dspark_jax.config_dense import ModelConfig
+from dspark_jax.config_drafter import AnyDraftConfig
 from dspark_jax.decode.calibration_file import Calibration, head_digest, read_calibration
 from dspark_jax.decode.profile_table import Fingerprint, ProfileTable, read_profile
 from dspark_jax.decode.schedule import EarlyStop, FixedLength, Ordered, Schedule, Scheduler, StaleSize, Threshold
@@ -51,7 +51,7 @@ class ScheduleSource:
     measure: bool = False
     sources: tuple[str, str] = ("step times", "temperatures")
 
-    def check(self, draft: DraftConfig | None, fingerprint: Fingerprint, params: nnx.State) -> None:
+    def check(self, draft: AnyDraftConfig | None, fingerprint: Fingerprint, params: nnx.State) -> None:
         """Whether all of it belongs to this model, mesh and placement.
 
         Args:
@@ -221,7 +221,7 @@ def _lag(lag: int) -> None:
 
 def fingerprint_of(
     config: ModelConfig,
-    draft: DraftConfig | None,
+    draft: AnyDraftConfig | None,
     params: nnx.State,
     mesh: Mesh,
     *,

@@ -1,5 +1,7 @@
 """Drawing a block left to right from the logits of one parallel pass (paper section 3.2)."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Float32, Int
 
@@ -8,16 +10,19 @@ from dspark_jax.decode.protocols import Proposal
 from dspark_jax.decode.sampling import SamplingState, processed_logits
 from dspark_jax.drafters.heads import ConfidenceHead, MarkovHead, NoHead
 
+Widen = Callable[[Float32[Array, "R D"]], Float32[Array, "R V"]]
+
 
 def draw_block(
     head: MarkovHead | NoHead,
-    confidence_head: ConfidenceHead,
-    base: Float32[Array, "R gamma V"],
+    confidence_head: ConfidenceHead | None,
+    base: Float32[Array, "R gamma D"],
     hidden: Float[Array, "R gamma d"],
     anchor: Int[Array, "R"],
     position: Int[Array, "R"],
     sampling: SamplingState,
     draft_noise: DraftNoise = draft_gumbel,
+    widen: Widen | None = None,
 ) -> Proposal:
     """Draws draft k behind draft k - 1; each token is drawn from logits already rounded to bf16 (what is stored).
 
@@ -25,6 +30,8 @@ def draw_block(
       base: logits of the parallel pass; row k is of draft k.
       hidden: the rows that heads read.
       anchor, position: the token in front of the block, and where it stands.
+      widen: logits over the target's vocabulary from those over the drafted one, -inf where there is no draft; None where
+        the two are one.
     """
     state = head.start(anchor.shape[0])
     previous, tokens, kept, confidence = anchor, [], [], []
@@ -34,7 +41,9 @@ def draw_block(
             embedded = head.embed(previous).astype(hidden.dtype)
             state, feature = head.feature(state, embedded, hidden[:, k])
             row = row + head.bias(feature)
-        confidence.append(confidence_head(hidden[:, k], embedded))
+        if widen is not None:
+            row = widen(row)
+        confidence.append(confidence_head(hidden[:, k], embedded) if confidence_head else jnp.zeros(row.shape[0]))
         logits: BFloat16[Array, "R V"] = processed_logits(
             row, sampling.temperature, sampling.top_k, sampling.top_p
         ).astype(jnp.bfloat16)

@@ -7,20 +7,21 @@ from jaxtyping import Array, Float, Float32, Int
 from dspark_jax.decode.noise import DraftNoise, draft_gumbel
 from dspark_jax.decode.protocols import Proposal
 from dspark_jax.decode.sampling import SamplingState
-from dspark_jax.drafters.draw import draw_block
+from dspark_jax.drafters.draw import Widen, draw_block
 from dspark_jax.drafters.heads import ConfidenceHead, MarkovHead, NoHead
 from dspark_kernels import draft_head
 
 
 def draw(
     head: MarkovHead | NoHead,
-    confidence_head: ConfidenceHead,
-    base: Float32[Array, "R gamma V"],
+    confidence_head: ConfidenceHead | None,
+    base: Float32[Array, "R gamma D"],
     hidden: Float[Array, "R gamma d"],
     anchor: Int[Array, "R"],
     position: Int[Array, "R"],
     sampling: SamplingState,
     draft_noise: DraftNoise = draft_gumbel,
+    widen: Widen | None = None,
 ) -> Proposal:
     """`draw_block`, by the kernel where head, device and shapes suit.
 
@@ -30,9 +31,9 @@ def draw(
     """
 
     def stepwise() -> Proposal:
-        return draw_block(head, confidence_head, base, hidden, anchor, position, sampling, draft_noise)
+        return draw_block(head, confidence_head, base, hidden, anchor, position, sampling, draft_noise, widen)
 
-    if type(head) is not MarkovHead or head.markov_w1.weight[...].dtype != hidden.dtype:
+    if widen is not None or type(head) is not MarkovHead or head.markov_w1.weight[...].dtype != hidden.dtype:
         return stepwise()
     w1, w2 = head.markov_w1.weight[...], head.markov_w2.weight[...]
     lowering = draft_head.lowering(base, w1, w2)
@@ -42,7 +43,8 @@ def draw(
     def kernel(*noise) -> Proposal:
         tokens, logits = draft_head.draft(base, anchor, w1, w2, *noise, implementation=lowering)
         previous = jnp.concatenate([anchor[:, None], tokens[:, :-1]], axis=1)
-        return Proposal(tokens, logits, confidence_head(hidden, head.embed(previous)))
+        confidence = confidence_head(hidden, head.embed(previous)) if confidence_head else jnp.zeros(tokens.shape)
+        return Proposal(tokens, logits, confidence)
 
     def with_noise() -> Proposal:
         gamma, vocab = base.shape[1:]

@@ -52,7 +52,8 @@ class Stage(Block):
         self.main_norm: Any = RMSNorm(d, config.rms_norm_eps) if first else None
         self.norm: Any = RMSNorm(d, config.rms_norm_eps) if last else None
         self.hc_head: Any = HyperHead(config) if last else None
-        self.markov_head: Any = sequential_head(draft, d, config.vocab_size, rngs=rngs) if last else None
+        head = (draft.head, draft.markov_rank, d, config.vocab_size)
+        self.markov_head: Any = sequential_head(*head, rngs=rngs) if last else None
         rank = 0 if draft.head == "none" else draft.markov_rank
         self.confidence_head: Any = ConfidenceHead(d + rank, rngs=rngs) if last else None
 

@@ -7,16 +7,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
-from dspark_jax.config import DraftConfig
+from dspark_jax.config import HeadKind
 from dspark_jax.models.layers import Embedding, Linear
 
 
 class MarkovHead(nnx.Module):
-    """Bias from the previous token alone: `W2 W1[x]` (eq. 5). `markov_w2` is stored (rank, vocabulary)."""
+    """Bias from the previous token alone: `W2 W1[x]` (eq. 5). `markov_w2` is stored (rank, vocabulary).
 
-    def __init__(self, hidden: int, vocab: int, rank: int, *, rngs: nnx.Rngs):
+    `drafts`: the drafted vocabulary, where it is not that of the tokens in front.
+    """
+
+    def __init__(self, hidden: int, vocab: int, rank: int, drafts: int | None = None, *, rngs: nnx.Rngs):
         self.markov_w1 = Embedding(vocab, rank, rngs=rngs, std=0.01)
-        self.markov_w2 = Linear(rank, vocab, rngs=rngs, std=0.01)
+        self.markov_w2 = Linear(rank, vocab if drafts is None else drafts, rngs=rngs, std=0.01)
         self.rank = rank
 
     def start(self, rows: int) -> Float32[Array, "B s"]:
@@ -39,8 +42,8 @@ class MarkovHead(nnx.Module):
 class GatedHead(MarkovHead):
     """`W2 (sigmoid(W_g [h; W1[x]]) * W1[x])`: the hidden row decides how much the previous token counts."""
 
-    def __init__(self, hidden: int, vocab: int, rank: int, *, rngs: nnx.Rngs):
-        super().__init__(hidden, vocab, rank, rngs=rngs)
+    def __init__(self, hidden: int, vocab: int, rank: int, drafts: int | None = None, *, rngs: nnx.Rngs):
+        super().__init__(hidden, vocab, rank, drafts, rngs=rngs)
         self.gate_proj = Linear(hidden + rank, rank, rngs=rngs)
         self.gate_bias = nnx.Param(jnp.zeros((rank,)))
 
@@ -54,8 +57,8 @@ class GatedHead(MarkovHead):
 class RNNHead(MarkovHead):
     """A gated recurrence over the drafted tokens (eq. 6): `z = [s; W1[x]; h]` gives gate, candidate and output."""
 
-    def __init__(self, hidden: int, vocab: int, rank: int, *, rngs: nnx.Rngs):
-        super().__init__(hidden, vocab, rank, rngs=rngs)
+    def __init__(self, hidden: int, vocab: int, rank: int, drafts: int | None = None, *, rngs: nnx.Rngs):
+        super().__init__(hidden, vocab, rank, drafts, rngs=rngs)
         self.joint_proj = Linear(2 * rank + hidden, 3 * rank, rngs=rngs)
         self.joint_bias = nnx.Param(jnp.zeros((3 * rank,)))
 
@@ -78,20 +81,27 @@ class NoHead(nnx.Module):
 
 
 class ConfidenceHead(nnx.Module):
-    """Logit of P(draft k survives | the drafts before it did) from `[h_k; W1[x_{k-1}]]`, fp32 (eq. 7)."""
+    """Logit of P(draft k survives | the drafts before it did) from `[h_k; W1[x_{k-1}]]`, fp32 (eq. 7).
 
-    def __init__(self, inputs: int, *, rngs: nnx.Rngs):
+    With as many `inputs` as h_k has channels it reads that alone. Standalone drafters have a `bias`, embedded ones do not.
+    """
+
+    def __init__(self, inputs: int, *, bias: bool = False, rngs: nnx.Rngs):
         self.proj = Linear(inputs, 1, rngs=rngs, std=0.01)
+        self.proj_bias = nnx.Param(jnp.zeros((1,))) if bias else None
 
-    def __call__(self, hidden: Float[Array, "B d"], embedded: Float[Array, "B r"]) -> Float32[Array, "B"]:
+    def __call__(self, hidden: Float[Array, "... d"], embedded: Float[Array, "... r"]) -> Float32[Array, "..."]:
         # Not a product with a one-column matrix: on CPU its rounding depends on a row's place.
-        joint = jnp.concatenate([hidden, embedded.astype(hidden.dtype)], -1).astype(jnp.float32)
-        return jnp.sum(joint * self.proj.weight[...][:, 0].astype(jnp.float32), axis=-1)
+        weight = self.proj.weight[...][:, 0].astype(jnp.float32)
+        joint = jnp.concatenate([hidden, embedded.astype(hidden.dtype)], -1)[..., : weight.shape[0]].astype(jnp.float32)
+        logit = jnp.sum(joint * weight, axis=-1)
+        return logit if self.proj_bias is None else logit + self.proj_bias[...].astype(jnp.float32)
 
 
-def sequential_head(config: DraftConfig, hidden: int, vocab: int, *, rngs: nnx.Rngs) -> MarkovHead | NoHead:
-    """The head that `config.head` names."""
-    if config.head == "none":
+def sequential_head(
+    kind: HeadKind, rank: int, hidden: int, vocab: int, drafts: int | None = None, *, rngs: nnx.Rngs
+) -> MarkovHead | NoHead:
+    """The head of a kind; arguments as of `MarkovHead`."""
+    if kind == "none":
         return NoHead()
-    kind = {"markov": MarkovHead, "gated": GatedHead, "rnn": RNNHead}[config.head]
-    return kind(hidden, vocab, config.markov_rank, rngs=rngs)
+    return {"markov": MarkovHead, "gated": GatedHead, "rnn": RNNHead}[kind](hidden, vocab, rank, drafts, rngs=rngs)

@@ -1,23 +1,13 @@
 """What a drafter inherits from its target. Expert placement goes to the embedded DSpark drafter and to no other."""
 
 from dataclasses import dataclass, fields
-from enum import Enum
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from dspark_jax.config_drafter import DrafterKind
 from dspark_jax.eplb.placement import Placement
-
-
-class DrafterKind(Enum):
-    """How drafts are made. Only the stages of `EMBEDDED_DSPARK` are layers of the target's namespace."""
-
-    EMBEDDED_DSPARK = "embedded DSpark"
-    STANDALONE_DSPARK = "standalone DSpark"
-    DFLASH = "DFlash"
-    PARD = "PARD"
-    DRAFT_MODEL = "draft model"
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 Keys and values lie at their positions in arrays as long as a request may be, so that a rejection needs no undoing.
 """
 
+import functools
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,10 +32,15 @@ class KeyValueCache:
     value: Float[Array, "S k n c"]
 
     def write(
-        self, key: Float[Array, "R w k c"], value: Float[Array, "R w k c"], rows: Rows
+        self,
+        key: Float[Array, "R w k c"],
+        value: Float[Array, "R w k c"],
+        rows: Rows,
+        keep: Bool[Array, "R w"] | None = None,
     ) -> "KeyValueCache":
-        """With the slots' valid rows at their positions."""
-        index = jnp.where(rows.lane_valid, rows.lane_position, self.key.shape[2] - 1)
+        """With the slots' valid rows at their positions, or of them those with `keep`."""
+        keep = rows.lane_valid if keep is None else keep
+        index = jnp.where(keep, rows.lane_position, self.key.shape[2] - 1)
         finite = jnp.all(jnp.isfinite(value), axis=-1, keepdims=True)
         at = rows.lanes[:, None], slice(None), index
         return KeyValueCache(
@@ -49,25 +57,35 @@ def rotate_half(x: Float[Array, "... h c"], position: Int[Array, "..."], freq: n
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def grouped_attention(
-    query: Float[Array, "R w h c"],
-    key: Float[Array, "R k n c"],
-    value: Float[Array, "R k n c"],
-    visible: Bool[Array, "R w n"],
-) -> Float[Array, "R w h c"]:
-    """Softmax attention in which h / k heads share a key head; a query that sees nothing gets zeros.
+class Keys(NamedTuple):
+    """What queries attend to: values must be finite also where they are not visible, keys may hold anything there."""
 
-    Values must be finite also where they are not visible; keys may hold anything there.
+    key: Float[Array, "R k n c"]
+    value: Float[Array, "R k n c"]
+    visible: Bool[Array, "R w n"]
+
+
+def grouped_attention(query: Float[Array, "R w h c"], *parts: Keys) -> Float[Array, "R w h c"]:
+    """Softmax attention over all `parts` together, in which h / k heads share a key head; a query that sees nothing gets
+    zeros.
     """
     r, w, h, c = query.shape
-    heads, length = key.shape[1:3]
+    heads = parts[0].key.shape[1]
     grouped = query.reshape(r, w, heads, h // heads, c).swapaxes(1, 2).reshape(r, heads, -1, c)
-    logits = einsum("rkqc,rknc->rkqn", grouped, key).reshape(r, heads, w, -1, length) * c**-0.5
-    logits = jnp.where(visible[:, None, :, None], logits, -jnp.inf)
-    top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
-    weight = jnp.exp(logits - top)
-    total = jnp.maximum(jnp.sum(weight, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    out = einsum("rkqn,rknc->rkqc", weight.astype(query.dtype).reshape(r, heads, -1, length), value)
+
+    def scores(part: Keys) -> Float32[Array, "R k w g n"]:
+        found = einsum("rkqc,rknc->rkqn", grouped, part.key).reshape(r, heads, w, -1, part.key.shape[2]) * c**-0.5
+        return jnp.where(part.visible[:, None, :, None], found, -jnp.inf)
+
+    logits = [scores(part) for part in parts]
+    tops = [jnp.max(x, axis=-1, keepdims=True) for x in logits]
+    top = jnp.maximum(functools.reduce(jnp.maximum, tops), jnp.finfo(jnp.float32).min)
+    weights = [jnp.exp(x - top) for x in logits]
+    total = jnp.maximum(sum(jnp.sum(x, axis=-1, keepdims=True) for x in weights), jnp.finfo(jnp.float32).tiny)
+    out = jnp.zeros((), jnp.float32)
+    for weight, part in zip(weights, parts, strict=True):
+        flat = weight.astype(query.dtype).reshape(r, heads, -1, part.key.shape[2])
+        out = out + einsum("rkqn,rknc->rkqc", flat, part.value)
     out = out.reshape(r, heads, w, -1, c) / total
     return out.astype(query.dtype).swapaxes(1, 2).reshape(r, w, h, c)
 
@@ -90,20 +108,35 @@ class GroupedAttention(nnx.Module):
         shape = (slots, self.config.num_key_value_heads, max_len + 1, self.config.head_dim)
         return KeyValueCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
+    def query(self, x: Float[Array, "B d"], position: Int[Array, "B"]) -> Float[Array, "B h c"]:
+        query = self._heads(self.q_proj(x))
+        return self._rotated(query if self.q_norm is None else self.q_norm(query), position)
+
+    def key_value(
+        self, x: Float[Array, "B d"], position: Int[Array, "B"]
+    ) -> tuple[Float[Array, "B k c"], Float[Array, "B k c"]]:
+        key, value = self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
+        return self._rotated(key if self.k_norm is None else self.k_norm(key), position), value
+
+    def output(self, heads: Float[Array, "B h c"]) -> Float[Array, "B d"]:
+        return self.o_proj(heads.reshape(heads.shape[0], -1))
+
     def __call__(
         self, x: Float[Array, "B d"], rows: Rows, cache: KeyValueCache
     ) -> tuple[Float[Array, "B d"], KeyValueCache]:
         """Stores the rows at their positions, then every row attends up to its own."""
-        query, key, value = (self._heads(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        freq = rope_frequencies(RopeConfig(dim=self.config.head_dim, theta=self.config.rope_theta), compressed=False)
-        query = rotate_half(query if self.q_norm is None else self.q_norm(query), rows.position, freq)
-        key = rotate_half(key if self.k_norm is None else self.k_norm(key), rows.position, freq)
+        query = self.query(x, rows.position)
+        key, value = self.key_value(x, rows.position)
         cache = cache.write(rows.to_lanes(key), rows.to_lanes(value), rows)
         # What lies at later positions is of rejected rows or of the slot's last request.
         visible = (jnp.arange(cache.key.shape[2]) <= rows.lane_position[:, :, None]) & rows.lane_valid[:, :, None]
         keys, values = (entries_read(x, rows) for x in (cache.key, cache.value))
-        heads = grouped_attention(rows.to_lanes(query), keys, values, visible)
-        return self.o_proj(rows.from_lanes(heads).reshape(x.shape[0], -1)), cache
+        heads = grouped_attention(rows.to_lanes(query), Keys(keys, values, visible))
+        return self.output(rows.from_lanes(heads)), cache
+
+    def _rotated(self, x: Float[Array, "B h c"], position: Int[Array, "B"]) -> Float[Array, "B h c"]:
+        freq = rope_frequencies(RopeConfig(dim=self.config.head_dim, theta=self.config.rope_theta), compressed=False)
+        return rotate_half(x, position, freq)
 
     def _heads(self, x: Float[Array, "B _"]) -> Float[Array, "B h c"]:
         return x.reshape(x.shape[0], -1, self.config.head_dim)
@@ -135,8 +168,11 @@ class DenseLayer(nnx.Module):
         self, x: Float[Array, "B d"], rows: Rows, cache: KeyValueCache
     ) -> tuple[Float[Array, "B d"], KeyValueCache]:
         out, cache = self.self_attn(self.input_layernorm(x), rows, cache)
-        x = x + out
-        return x + self.mlp(self.post_attention_layernorm(x)), cache
+        return self.feed_forward(x + out), cache
+
+    def feed_forward(self, x: Float[Array, "B d"]) -> Float[Array, "B d"]:
+        """The layer behind its attention."""
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class DenseLayers(nnx.Module):
@@ -152,7 +188,7 @@ class Qwen3(nnx.Module):
     """The target. Module paths are the published checkpoint's key names (`model.layers.N.self_attn.q_proj.weight` …).
 
     Attributes:
-      taps: ids of the layers whose output a drafter reads, ascending.
+      taps: ids of the layers whose output a drafter reads, ascending; -1 is the embedding.
       dtype: activation dtype.
     """
 
@@ -176,8 +212,8 @@ class Qwen3(nnx.Module):
         self, rows: Rows, cache: tuple[KeyValueCache, ...]
     ) -> tuple[Float[Array, "B d"], Float[Array, "B m*d"], tuple[KeyValueCache, ...]]:
         """One tick over `rows`: hidden rows for `logits`, concatenated taps, new state."""
-        x = self.model.embed_tokens(rows.token).astype(self.dtype)
-        taps, caches = [], []
+        x = self.embed(rows.token)
+        taps, caches = [x] if -1 in self.taps else [], []
         for i, layer in enumerate(self.model.layers):
             with jax.named_scope(f"layer_{i}"):
                 x, state = layer(x, rows, cache[i])
@@ -187,9 +223,15 @@ class Qwen3(nnx.Module):
         context = jnp.concatenate(taps, axis=-1) if taps else x[:, :0]
         return x, context, tuple(caches)
 
+    def embed(self, token: Int[Array, "..."]) -> Float[Array, "... d"]:
+        return self.model.embed_tokens(token).astype(self.dtype)
+
     def logits(self, hidden: Float[Array, "... d"]) -> Float32[Array, "... V"]:
         """fp32 logits of hidden rows."""
-        hidden = self.model.norm(hidden)
+        return self.head(self.model.norm(hidden))
+
+    def head(self, hidden: Float[Array, "... d"]) -> Float32[Array, "... V"]:
+        """fp32 logits of rows behind a norm: the output head, which a drafter may borrow."""
         if self.lm_head is not None:
             return self.lm_head(hidden, jnp.float32)
         return einsum("...d,vd->...v", hidden, self.model.embed_tokens.weight[...])

@@ -22,10 +22,10 @@ class RingTimer:
 
     Args:
       ring: what is measured.
-      params: the ring's parameters, placed on its mesh; shared, never written.
+      params: the ring's parameters, placed on its mesh; shared, never written. For `compile` their shapes are enough.
     """
 
-    def __init__(self, ring: Ring, params: dict[str, jax.Array]):
+    def __init__(self, ring: Ring, params: dict[str, Any]):
         self.ring, self.params = ring, params
         self.state: Any = None
         self._step: Any = None
@@ -113,6 +113,14 @@ def _admit(record: Control, slot: Slot, part: Sequence[int], start: int, final: 
     record.token[slot][: len(part)] = part
     record.start[slot], record.count[slot], record.final[slot] = start, len(part), final
     record.generation[slot], record.max_tokens[slot] = 1, ENDLESS
+
+
+def abstract_params(ring: Ring) -> dict[str, jax.ShapeDtypeStruct]:
+    """The ring's parameters before they are there: shapes and places."""
+    return {
+        key: jax.ShapeDtypeStruct((ring.pipe, *x.shape), x.dtype, sharding=NamedSharding(ring.mesh, ring.pipeline.specs[key]))
+        for key, x in ring.pipeline.params.shapes.items()
+    }
 
 
 def drafts_of(total: int, requests: int, slots: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from dspark_jax.api import LM, model_folder
 from dspark_jax.checkpoint.reader import Weights, open_checkpoint, read_tokenizer
-from dspark_jax.config import read_config
+from dspark_jax.config import DraftConfig, read_config
 from dspark_jax.config_dense import v4_config
 from dspark_jax.eplb.namespace import ExpertLayers
 from dspark_jax.parallel.mesh import EXPERT
@@ -19,7 +19,8 @@ from dspark_jax.parallel.mesh import EXPERT
 def expert_layers(model: str | Path | LM, speculate: bool) -> ExpertLayers:
     """The MoE layers that will run; of a folder, config.json alone is read."""
     if isinstance(model, LM):
-        layers = ExpertLayers.of(v4_config(model.config, "engine: the LM"), model.draft_config)
+        config, draft = v4_config(model.config, "engine: the LM"), model.draft_config
+        layers = ExpertLayers.of(config, draft if isinstance(draft, DraftConfig) else None)
     else:
         folder = model_folder(model)
         layers = ExpertLayers.from_hf(read_config(folder), source=str(folder / "config.json"))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -11,7 +11,9 @@ from dspark_jax.errors import ConfigError
 
 
 class Batches(Protocol):
-    """What the training loop reads: int32 [batch, length + 1] tokens, a function of the step and `seed`."""
+    """What the training loop reads: arrays of `batch` sequences, a function of the step and `seed`; tokens are int32
+    [batch, length + 1].
+    """
 
     @property
     def length(self) -> int: ...
@@ -22,7 +24,7 @@ class Batches(Protocol):
     @property
     def seed(self) -> int: ...
 
-    def at(self, step: int) -> np.ndarray: ...
+    def at(self, step: int) -> Any: ...
 
 
 @dataclass(frozen=True)

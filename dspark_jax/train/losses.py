@@ -53,21 +53,22 @@ def draft_losses(
     target_logits: Float32[Array, "N gamma V"],
     confidence: Float32[Array, "N gamma"],
     label: Int[Array, "N gamma"],
-    keep: Bool[Array, "N"],
+    keep: Bool[Array, "N"] | Bool[Array, "N gamma"],
     *,
     decay: float = 4.0,
     weights: tuple[float, float, float] = (0.1, 0.9, 1.0),
 ) -> DraftLosses:
     """Losses of `N` blocks; row k of a block predicts the token `label[:, k]`, and slot 0 counts like the others.
 
-    Position weights are `exp(-k / decay)` with k from 0 (eq. 9), normalised to mean 1 over the block. Blocks without
-    `keep` (they would cross a document's end) count nowhere. The confidence's goal is `1 - ½‖p_d - p_t‖₁`, without
-    gradient.
+    Position weights are `exp(-k / decay)` with k from 0 (eq. 9), normalised to mean 1 over the block. Blocks, or the rows of
+    a block from one on, without `keep` (they would cross a document's end) count nowhere. The confidence's goal is
+    `1 - ½‖p_d - p_t‖₁`, without gradient.
     """
     gamma = label.shape[1]
     position = jnp.exp(-jnp.arange(gamma) / decay)
     position = position / jnp.mean(position)
-    share = keep.astype(jnp.float32)[:, None] / (jnp.sum(keep) * gamma + 1e-9)
+    keep = jnp.broadcast_to(keep if keep.ndim == 2 else keep[:, None], label.shape)
+    share = keep.astype(jnp.float32) / (jnp.sum(keep) + 1e-9)
 
     log_draft = jax.nn.log_softmax(draft_logits, axis=-1)
     target = jax.nn.softmax(jax.lax.stop_gradient(target_logits), axis=-1)
@@ -86,15 +87,16 @@ def draft_losses(
         cross_entropy=parts[0],
         distance=parts[1],
         confidence=parts[2],
-        acceptance=jnp.sum(survive * share * gamma, axis=0),
+        acceptance=jnp.sum(survive * keep, axis=0) / (jnp.sum(keep, axis=0) + 1e-9),
         tau=accepted_length(survive, keep),
         greedy_tau=accepted_length(greedy.astype(jnp.float32), keep),
     )
 
 
-def accepted_length(survive: Float[Array, "N gamma"], keep: Bool[Array, "N"]) -> Float32[Array, ""]:
+def accepted_length(survive: Float[Array, "N gamma"], keep: Bool[Array, "N gamma"]) -> Float32[Array, ""]:
     """Mean tokens a round, bonus included, when draft k survives with probability `survive[:, k]` given the ones
-    before it.
+    before it; over the blocks that are whole.
     """
+    whole = jnp.all(keep, axis=1)
     length = 1 + jnp.sum(jnp.cumprod(survive, axis=1), axis=1)
-    return jnp.sum(length * keep) / (jnp.sum(keep) + 1e-9)
+    return jnp.sum(length * whole) / (jnp.sum(whole) + 1e-9)

@@ -10,7 +10,7 @@ from optax import contrib
 
 from dspark_jax.errors import ConfigError
 
-_ADAM = ("embed", "head", "markov_w1", "markov_w2", "confidence_head", "gate", "fn", "ape")
+_ADAM = ("embed", "head", "embed_tokens", "lm_head", "markov_w1", "markov_w2", "confidence_head", "gate", "fn", "ape")
 
 
 @dataclass(frozen=True)

@@ -81,17 +81,18 @@ class Rollout:
     Args:
       graph: static half of the target, split into any number of states.
       slots, prompt, new: the static shape.
-      eos: token that ends a continuation.
+      eos: token, or tokens, that end a continuation.
     """
 
-    def __init__(self, graph: nnx.GraphDef, slots: int, prompt: int, new: int, eos: int):
+    def __init__(self, graph: nnx.GraphDef, slots: int, prompt: int, new: int, eos: int | tuple[int, ...]):
         faults = [
             f"{name} is {value}; expected at least {least}"
             for name, value, least in (("slots", slots, 1), ("prompt", prompt, 1), ("new", new, 2))
             if value < least
         ]
         raise_all(ConfigError, "rollout", faults)
-        self.graph, self.slots, self.prompt, self.new, self.eos = graph, slots, prompt, new, eos
+        self.graph, self.slots, self.prompt, self.new = graph, slots, prompt, new
+        self.eos = (eos,) if isinstance(eos, int) else eos
         self._program = jax.jit(self._run)
 
     def __call__(
@@ -115,7 +116,7 @@ class Rollout:
     ) -> Continuations:
         target = nnx.merge(self.graph, *states)
         max_len = self.prompt + self.new + 1
-        state = decode_round.init_state(target, None, self.slots, max_len, stops=1)
+        state = decode_round.init_state(target, None, self.slots, max_len, stops=len(self.eos))
         zero = jnp.zeros((self.slots,), jnp.int32)
         sampling = SamplingState(
             temperature=temperature, top_k=zero, top_p=jnp.ones((self.slots,), jnp.float32), seed=seed
@@ -123,7 +124,7 @@ class Rollout:
         requests = replace(
             state.requests,
             max_tokens=jnp.full_like(zero, self.new),
-            stop=jnp.full((self.slots, 1), self.eos),
+            stop=jnp.broadcast_to(jnp.asarray(self.eos, jnp.int32), (self.slots, len(self.eos))),
             sampling=sampling,
         )
         item = WorkItem(token=token, start=zero, count=length, verify=zero, final=jnp.ones((self.slots,), bool))

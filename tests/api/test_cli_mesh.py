@@ -140,13 +140,6 @@ def test_a_mesh_that_does_not_fit_is_one_message_and_exit_code_2(run, tmp_path, 
     assert code == 2 and out == "" and message in err and "Traceback" not in err
 
 
-def test_evaluate_on_several_pipeline_ranks_is_refused_by_name(run, tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "abc"}\n')
-    code, out, err = run("evaluate", "--prompts", str(file), "--mesh", "2x4")
-    assert code == 2 and out == "" and "mesh 2x4 has pipe = 2; use 1x8, or `dspark-jax bench serve --mesh 2x4`" in err
-
-
 def test_without_options_jax_need_not_start(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *_: pytest.fail("asked for devices"))
     assert chosen_mesh(None, None) == (MeshConfig(), None)

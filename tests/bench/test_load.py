@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ from dspark_jax.bench.load import Settings
 from dspark_jax.bench.load_models import Empty, Model, Texts
 from dspark_jax.bench.load_report import comparison, competitor, table, verdict
 from dspark_jax.bench.load_run import Run
-from dspark_jax.bench.synthetic import SyntheticDrafter, SyntheticRing, expected_tokens, shapes_of
+from dspark_jax.bench.synthetic import SyntheticDrafter, SyntheticRing, _Counted, expected_tokens, shapes_of
 from dspark_jax.decode.calibrate import Rounds
 from dspark_jax.decode.protocols import Proposal
 from dspark_jax.decode.round import init_requests
@@ -84,7 +86,11 @@ def test_recorded_rounds_decide_confidence_and_acceptance():
     sampling = SamplingState.from_params([SamplingParams(temperature=1.0, seed=i) for i in range(count)])
     position = jnp.arange(count, dtype=jnp.int32) % 50
     drafter = SyntheticDrafter(Drafts(), rounds)
-    proposal = jax.jit(lambda at, s: drafter.propose(at, at, at >= 0, s, None))(position, sampling)
+    propose = jax.jit(lambda at, s, number: drafter.propose(at, at, at >= 0, s, _Counted(None, number, at)))
+    proposal = propose(position, sampling, position)
+    # The round's number chooses, wherever the request has got to.
+    np.testing.assert_array_equal(propose(position + 9, sampling, position).confidence, proposal.confidence)
+    assert (np.asarray(propose(position, sampling, position + 9).confidence) != proposal.confidence).any(axis=1).mean() > 0.9
     said = {row.tobytes(): i for i, row in enumerate(rounds.logits.astype(np.float32))}
     chosen = np.array([said[row.tobytes()] for row in np.asarray(proposal.confidence)])
     counts = np.bincount(chosen, minlength=len(rounds))
@@ -156,6 +162,46 @@ def short(monkeypatch):
         monkeypatch.setattr(load_run, name, value)
     monkeypatch.setattr(load, "STEP_ROUNDS", 4)
     return dataclasses.replace(tiny.CONFIG, max_position_embeddings=64)
+
+
+def test_reports_of_one_setting_are_drawn_as_one(tmp_path, monkeypatch, capsys):
+    def report(n: int, rate: float, **more) -> dict:
+        rates = {"plain": 40, "fixed:3": 50, "stale-size": rate}
+        each = {name: {"tokens_per_second": r} for name, r in rates.items()}
+        point = {"requests": n, "competitors": each, "comparison": comparison(each, 3)}
+        facts = {"command": f"load {n}", "date": f"2026-01-0{n}", "seconds": 1.5, "gamma": 3, "seed": 0, "synthetic": True}
+        return facts | {"points": [point], "verdict": verdict([point])} | more
+
+    parts = [report(4, 60), report(2, 44), report(4, 60, seed=1), {"model": "x"}]
+    files = [str(tmp_path / f"{i}.json") for i in range(len(parts))]
+    for file, part in zip(files, parts, strict=True):
+        Path(file).write_text(json.dumps(part))
+    out = tmp_path / "whole.json"
+    code, printed = command(monkeypatch, capsys, "--draw", *files[:2], "--out", str(out))
+    found = json.loads(out.read_text())
+    assert code == 0 and printed.out.strip() == table(found).strip()
+    assert [point["requests"] for point in found["points"]] == [2, 4] and found["command"] == "load 4; load 2"
+    assert found["date"] == "2026-01-04" and found["seconds"] == 3
+    one = found["verdict"]["stale-size"]
+    assert one["plain_requests"] == [2, 4]
+    assert (one["least_of_best_fixed"], one["least_of_plain"]) == pytest.approx((0.88, 1.1))
+    code, printed = command(monkeypatch, capsys, "--draw", files[0], files[2], "--json")
+    assert code == 2 and "seed is 0 in the first report and 1 in report 2" in printed.err
+    assert "4 requests were measured in two reports" in printed.err
+    code, printed = command(monkeypatch, capsys, "--draw", files[0], files[3])
+    assert code == 2 and "report 2 has no points" in printed.err
+
+
+def test_a_request_meets_the_recorded_rounds_in_order_and_a_new_one_from_the_first():
+    drafter = SyntheticDrafter(SimpleNamespace(block_size=GAMMA, write_context=lambda *_: None), recording())
+    cache, seen = _Counted(None, jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.int32)), []
+    # Slot 0 begins at 10, goes on at its own pace and waits once; slot 1 gets a new request behind two rounds.
+    for start, count in [((10, 10), (1, 1)), ((11, 11), (1, 4)), ((15, 13), (4, 4)), ((16, 10), (0, 1)), ((16, 11), (4, 1))]:
+        rows: Any = SimpleNamespace(start=jnp.array(start), count=jnp.array(count))
+        cache = drafter.write_context(None, rows, None, cache)
+        seen.append(cache.number.tolist())
+    first = seen[0][0]  # of a slot that never had a request: whatever it held
+    assert [a - first for a, _ in seen] == [0, 1, 2, 2, 3] and [b for _, b in seen][3:] == [0, 1]
 
 
 def settings(*concurrency: int, rounds: int, lengths=(2, 3)) -> Settings:

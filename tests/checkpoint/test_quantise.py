@@ -165,10 +165,10 @@ class Answers:
 
     gamma = 2
 
-    def __init__(self, seed: int, texts: dict[str, list[int]]):
+    def __init__(self, seed: int, texts: dict[str, list[int]], expert: int = 1):
         self._graph, _ = layout.skeleton(MICRO, None, dtype=jnp.float32, axis="expert")
         self._params = random_params(MICRO, None, seed)
-        self.mesh, self.texts, self.seed = make_mesh(), texts, seed
+        self.mesh, self.texts, self.seed = make_mesh(1, expert), texts, seed
 
     def generate(self, prompts: list[str], params: SamplingParams) -> list[Any]:
         found = [(tuple(map(int, prompt)), tuple(self.texts[prompt])[: params.max_tokens]) for prompt in prompts]
@@ -191,7 +191,7 @@ class Answers:
 
 def test_agreement_is_counted_token_by_token():
     texts = {"03": [1, 2, 4, 0], "1": [3, 3, 1, 2, 4], "240": [4, 1], "4": [2, 0, 4]}
-    other = Answers(1, texts | {"1": [0]})
+    other = Answers(1, texts | {"1": [0]}, expert=2)
     found = agreement(Answers(0, texts), other, list(texts), max_tokens=4, batch=3)  # type: ignore[arg-type]
     behind = [([*map(int, p), *t[:i]], token) for p, t in texts.items() for i, token in enumerate(t[:4])]
     expected = sum(other.likeliest(ids) == token for ids, token in behind)
@@ -207,6 +207,7 @@ def test_agreement_is_counted_token_by_token():
         (("nano", "--out", "out", "--max-tokens", "0"), "--max-tokens is 0; expected at least 1"),
         (("nano", "--out", "out", "--prompts", "absent.jsonl"), "cannot be read"),
         (("{nano}", "--out", "{nano}"), "is the model itself or a file"),
+        (("nano", "--out", "out", "--mesh", "1x8"), "--mesh is for the comparison, and without --prompts there is none"),
         (("bare", "--out", "out"), "no tokenizer.json; copy it from the published model"),
     ],
 )

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models
 
-from dspark_jax.checkpoint import layout, reader
+from dspark_jax.checkpoint import layout, values
 from dspark_jax.checkpoint.reader import CheckpointNotice, read_checkpoint, read_tokenizer
 from dspark_jax.checkpoint.writer import write_checkpoint
 from dspark_jax.errors import CheckpointError, ConfigError, DSparkError
@@ -290,7 +290,7 @@ def test_a_large_checkpoint_with_faulty_headers_is_not_read(tiny, monkeypatch):
         t["hc_head_base"][0] = np.nan
 
     edit_tensors(tiny, edit)
-    monkeypatch.setattr(reader, "_SCAN_BYTES", 100)
+    monkeypatch.setattr(values, "_SCAN_BYTES", 100)
     text = error_of(tiny)
     assert "norm.weight is missing" in text and "hc_head_base" not in text
 

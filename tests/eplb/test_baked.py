@@ -1,6 +1,7 @@
 """A placement in the compiled program: the same tokens and logits wherever the experts are, target and drafter alike."""
 
 import json
+import time
 from typing import Any
 
 import jax
@@ -205,8 +206,9 @@ def test_without_placement_and_counting_the_program_has_neither_tables_nor_count
 
 
 def test_an_impossible_placement_is_refused_before_weights_are_read_or_devices_touched(tmp_path, monkeypatch):
-    """On 8 devices, as one error; the folder has no weights at all."""
+    """On 8 devices, as one error, in under two seconds; the folder has no weights at all."""
     (tmp_path / "config.json").write_text(json.dumps(to_hf(CONFIG, DRAFT)))
+    models = (tmp_path, lm())
 
     def unwanted(*_, **__):
         raise AssertionError("a device was touched")
@@ -214,9 +216,11 @@ def test_an_impossible_placement_is_refused_before_weights_are_read_or_devices_t
     for name in ("device_put", "make_array_from_callback", "device_get"):
         monkeypatch.setattr(jax, name, unwanted)
     bad = {"num_slots": 9, "initial_global_assignments": {0: [0] * 9, 1: list(range(8))}, "layer_updates_per_iter": 2}
-    for model in (tmp_path, lm()):
+    for model in models:
+        begin = time.perf_counter()
         with pytest.raises(ConfigError) as error:
             Engine(model, mesh=make_mesh(2, 4), placement=bad)
+        assert time.perf_counter() - begin < 2
         for words in ("num_slots is 9; expected a multiple of the 4", "experts [1, 2, 3", "static EPLB only", "[2, 3]"):
             assert words in str(error.value)
     other = Placement.auto(LAYERS.num_layers, EXPERTS, 8, 2)

@@ -3,8 +3,9 @@
 import jax.numpy as jnp
 import pytest
 
+from dspark_jax.config_drafter import DrafterKind
 from dspark_jax.eplb import Placement
-from dspark_jax.eplb.propagation import DrafterKind, TargetSettings, inherited
+from dspark_jax.eplb.propagation import TargetSettings, inherited
 from dspark_jax.parallel.mesh import make_mesh
 
 OTHERS = [kind for kind in DrafterKind if kind is not DrafterKind.EMBEDDED_DSPARK]

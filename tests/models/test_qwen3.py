@@ -14,7 +14,7 @@ from flax import nnx
 from dspark_jax import LM, SamplingParams, cli
 from dspark_jax.decode.rows import compact_rows, padded_rows
 from dspark_jax.errors import ConfigError
-from dspark_jax.models.qwen3 import KeyValueCache, Qwen3, grouped_attention
+from dspark_jax.models.qwen3 import Keys, KeyValueCache, Qwen3, grouped_attention
 from dspark_jax.near_tie import margins
 from dspark_jax.parallel.mesh import make_mesh
 from dspark_jax.serve.engine import Engine
@@ -124,7 +124,7 @@ def test_a_value_that_is_not_finite_spoils_only_those_that_see_it():
     np.testing.assert_array_equal(cache.key[0, 0, :3, 0], [1, np.nan, 0])
     np.testing.assert_array_equal(cache.key[1, 0, :3, 0], [1, 0, 0])  # its second row is not valid
     visible = jnp.array([[[True, False, False, False], [True, True, False, False]]] * 2).at[1, 1].set(False)
-    out = grouped_attention(jnp.ones((2, 2, 2, 4)), cache.key, cache.value, visible)
+    out = grouped_attention(jnp.ones((2, 2, 2, 4)), Keys(cache.key, cache.value, visible))
     np.testing.assert_array_equal(out[0, :, :, 0], [[1, 1], [np.nan, np.nan]])
     np.testing.assert_array_equal(out[1, :, :, 0], [[1, 1], [0, 0]])  # a query that sees nothing
 

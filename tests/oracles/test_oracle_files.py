@@ -25,15 +25,60 @@ def random_files() -> list[dict[str, np.ndarray]]:
     return [load(path) for path in paths]
 
 
-@pytest.mark.parametrize("name", ["v4_tiny_goldens.npz", "dense_goldens.npz"])
-def test_committed_goldens_are_what_the_oracle_computes(name: str):
-    committed, fresh = load(COMMITTED / name), load(FILES / name)
+def compare(committed: dict[str, np.ndarray], fresh: dict[str, np.ndarray]) -> None:
     assert committed.keys() == fresh.keys()
     for key, value in committed.items():
         if value.dtype.kind == "f" and not key.startswith("P/") and "/W/" not in key:
             assert np.abs(value - fresh[key]).max() <= 3e-5 * np.abs(value).max(), key
         else:
             np.testing.assert_array_equal(value, fresh[key], err_msg=key)
+
+
+@pytest.mark.parametrize("name", ["v4_tiny_goldens.npz", "dense_goldens.npz"])
+def test_committed_goldens_are_what_the_oracle_computes(name: str):
+    compare(load(COMMITTED / name), load(FILES / name))
+
+
+@pytest.mark.parametrize(
+    ("name", "fresh", "how"),
+    [
+        ("deepspec_tiny", "deepspec_tiny.npz", "`make oracles DEEPSPEC=/path/to/its/checkout`"),
+        ("speculators_tiny", "speculators_tiny/goldens.npz", "speculators_goldens.py (README.md)"),
+    ],
+)
+def test_committed_goldens_are_what_the_reference_computes(name: str, fresh: str, how: str):
+    if not (FILES / fresh).is_file():
+        pytest.skip(f"the reference is no part of the oracles' environment: {how} writes {FILES / fresh}")
+    compare(load(COMMITTED / name / "goldens.npz"), load(FILES / fresh))
+
+
+def test_speculators_and_deepspec_agree():
+    """Both compute the same first block with the same weights, where row 0 drafts (rnn) and where it does not."""
+    deepspec, speculators = (load(COMMITTED / name / "goldens.npz") for name in ("deepspec_tiny", "speculators_tiny"))
+    for i in (0, 1):
+        for name, source, first in (("rnn", "rnn", 0), ("masks", "vanilla", 1), ("dflash", "parallel", 1)):
+            expected = deepspec[f"text{i}/{source}/hidden"][first:]
+            assert np.abs(speculators[f"text{i}/{name}/hidden"] - expected).max() <= 3e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("drafter", ["vanilla", "gated", "rnn", "parallel"])
+def test_deepspec_runs_are_not_degenerate(drafter: str):
+    """Every number of drafts gets accepted somewhere, and the accepted ones are the target's own text."""
+    goldens = load(COMMITTED / "deepspec_tiny" / "goldens.npz")
+    seen: set[int] = set()
+    for i in (0, 1):
+        greedy = goldens[f"text{i}/greedy"].tolist()
+        at = 0
+        for tokens, accepted in zip(goldens[f"text{i}/{drafter}/tokens"], goldens[f"text{i}/{drafter}/accepted"], strict=True):
+            expected = greedy[at + 1 : at + 1 + accepted]
+            assert tokens[: len(expected)].tolist() == expected
+            at += accepted + 1
+            seen.add(int(accepted))
+        assert at >= len(greedy)
+        assert set(goldens[f"text{i}/{drafter}/cut_proposed"].tolist()) - {0, 5}
+    assert {0, 1, 2, 5} <= seen
+    if drafter != "parallel":
+        assert np.abs(goldens[f"text0/{drafter}/logits"] - goldens[f"text0/{drafter}/base_logits"]).max() > 1
 
 
 def test_transformers_agrees_with_the_oracle_on_the_renamed_weights():

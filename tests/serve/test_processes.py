@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,8 @@ def test_an_impossible_placement_is_refused_by_every_process(tmp_path):
     done = launch("--processes", "2", "--mesh", "1x2", "--emulate-devices", "1", "--", str(script), timeout=60)
     assert done.returncode == 0
     assert "process 0 refuses" in done.stdout and "[1] process 1 refuses" in done.stderr
+    seconds = re.findall(r"after ([\d.]+) s", done.stdout + done.stderr)
+    assert len(seconds) == 2 and max(map(float, seconds)) < 2
 
 
 def test_a_bad_command_is_one_error_and_exit_code_2():

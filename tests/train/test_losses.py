@@ -129,7 +129,7 @@ def test_b54_a_perfect_two_slot_draft_has_length_three():
     x = blocks(gamma=2)
     perfect = draft_losses(**{**x, "draft_logits": x["target_logits"]})
     np.testing.assert_allclose([perfect.tau, perfect.greedy_tau], [3, 3], rtol=1e-5)
-    keep = jnp.ones(1, bool)
+    keep = jnp.ones((1, 2), bool)
     assert float(accepted_length(jnp.array([[0.0, 1.0]]), keep)) == 1  # nothing survives behind a rejected slot
     assert float(accepted_length(jnp.array([[1.0, 0.0]]), keep)) == 2
 

@@ -1,0 +1,120 @@
+"""Conversations that a target writes: what a separate drafter learns from (paper section 4, training data)."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from dspark_jax.errors import ConfigError, raise_all
+from dspark_jax.train.regenerate import temperatures
+from dspark_jax.train.rollout import Prompts, Rollout
+
+
+class Conversations(NamedTuple):
+    """Prompts with the target's answers, one a row.
+
+    Attributes:
+      token: int32 [N, length], zeros behind the answer.
+      prompt: int32 [N], tokens of the prompt.
+      count: int32 [N], tokens of prompt and answer.
+    """
+
+    token: np.ndarray
+    prompt: np.ndarray
+    count: np.ndarray
+
+    def save(self, path: Path) -> None:
+        """Writes an npz file; a file under this name is always whole."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part.npz")
+        np.savez(part, **self._asdict())
+        part.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> "Conversations":
+        """What `save` has written."""
+        with np.load(path) as arrays:
+            return cls(**{name: arrays[name] for name in cls._fields})
+
+
+def answers(
+    rollout: Rollout,
+    states: tuple[nnx.State, ...],
+    prompts: Iterator[Sequence[int]],
+    *,
+    values: tuple[float, ...],
+    seed: int,
+    wanted: int,
+    report: Callable[[int], None] | None = None,
+) -> Conversations:
+    """At most `wanted` conversations, in batches of one compiled program; those with an answer of one token are left out.
+
+    Args:
+      rollout: of the target; prompts longer than its `prompt` are left out.
+      states: the target's parameters, as `rollout` takes them.
+      prompts: token ids; as many are taken as are needed.
+      values: temperatures, in turn.
+      seed: of the draws; batch i is a function of (seed, i), the prompts and the parameters.
+      report: gets the number of conversations so far after every batch.
+
+    Raises ConfigError where no prompt is short enough.
+    """
+    found: list[Conversations] = []
+    total = index = 0
+    while total < wanted:
+        batch = []
+        while len(batch) < rollout.slots and (prompt := next(prompts, None)) is not None:
+            if 0 < len(prompt) <= rollout.prompt:
+                batch.append(prompt)
+        if not batch:
+            break
+        token, length = np.zeros((rollout.slots, rollout.prompt), np.int32), np.ones(rollout.slots, np.int32)
+        for i, prompt in enumerate(batch):
+            token[i, : len(prompt)], length[i] = prompt, len(prompt)
+        seeds = np.random.default_rng([seed, index]).integers(0, 2**32, rollout.slots, dtype=np.uint32)
+        new = jax.device_get(rollout(states, Prompts(token, length), temperatures(rollout.slots, values), seeds))
+        both = np.zeros((rollout.slots, rollout.prompt + rollout.new), np.int32)
+        for i, (n, m) in enumerate(zip(length, new.count, strict=True)):
+            both[i, :n], both[i, n : n + m] = token[i, :n], new.token[i, :m]
+        kept = np.flatnonzero((np.asarray(new.count) > 1) & (np.arange(rollout.slots) < len(batch)))
+        found.append(Conversations(both[kept], length[kept], (length + new.count)[kept]))
+        total, index = total + len(kept), index + 1
+        if report is not None:
+            report(min(total, wanted))
+    if not total:
+        raise ConfigError(f"training data: no prompt of at most {rollout.prompt} tokens has an answer; allow longer prompts")
+    return Conversations(*(np.concatenate(parts)[:wanted] for parts in zip(*found, strict=True)))
+
+
+@dataclass(frozen=True)
+class ConversationStream:
+    """Batches of conversations in an order that is shuffled anew every epoch; a function of (seed, step).
+
+    `batch` conversations a step; `length` is what the training loop counts a sequence as.
+    """
+
+    data: Conversations
+    batch: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        faults = []
+        if not 1 <= self.batch <= len(self.data.token):
+            faults.append(f"batch is {self.batch}; expected 1 … {len(self.data.token)}, the conversations that there are")
+        raise_all(ConfigError, "training data", faults)
+
+    @property
+    def length(self) -> int:
+        return self.data.token.shape[1]
+
+    def at(self, step: int) -> Conversations:
+        """The batch of `step`."""
+        each = len(self.data.token) // self.batch
+        epoch, place = divmod(step, each)
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.data.token))
+        rows = order[place * self.batch : (place + 1) * self.batch]
+        return Conversations(*(part[rows] for part in self.data))
