@@ -77,7 +77,7 @@ def _numbers(name: str, text: str, kind: type) -> list[Any]:
 
 def _say(record: dict[str, Any]) -> None:
     if "conversations" in record:
-        text = f"{record['conversations']} conversations written"
+        text = f"{record['conversations']} conversations written, {record['left_out']} prompts were too long"
     else:
         tau, greedy = record["tau"], record["greedy_tau"]
         text = f"step {record['step']}: loss {record['loss']:.4f}, tau {tau:.2f}, greedy {greedy:.2f} (teacher-forced)"

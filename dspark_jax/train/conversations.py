@@ -13,6 +13,8 @@ from dspark_jax.errors import ConfigError, raise_all
 from dspark_jax.train.regenerate import temperatures
 from dspark_jax.train.rollout import Prompts, Rollout
 
+_PATIENCE = 1000  # prompts that are too long, from the first on
+
 
 class Conversations(NamedTuple):
     """Prompts with the target's answers, one a row.
@@ -49,7 +51,7 @@ def answers(
     values: tuple[float, ...],
     seed: int,
     wanted: int,
-    report: Callable[[int], None] | None = None,
+    report: Callable[[dict[str, int]], None] | None = None,
 ) -> Conversations:
     """At most `wanted` conversations, in batches of one compiled program; those with an answer of one token are left out.
 
@@ -59,17 +61,21 @@ def answers(
       prompts: token ids; as many are taken as are needed.
       values: temperatures, in turn.
       seed: of the draws; batch i is a function of (seed, i), the prompts and the parameters.
-      report: gets the number of conversations so far after every batch.
+      report: gets the numbers of conversations and of prompts left out so far, after every batch.
 
-    Raises ConfigError where no prompt is short enough.
+    Raises ConfigError where no prompt, or none of so many in a row, is short enough.
     """
     found: list[Conversations] = []
-    total = index = 0
+    total = index = left_out = 0
     while total < wanted:
         batch = []
         while len(batch) < rollout.slots and (prompt := next(prompts, None)) is not None:
             if 0 < len(prompt) <= rollout.prompt:
                 batch.append(prompt)
+                continue
+            left_out += 1
+            if not batch and not found and left_out >= _PATIENCE:  # prompts may have no end
+                break
         if not batch:
             break
         token, length = np.zeros((rollout.slots, rollout.prompt), np.int32), np.ones(rollout.slots, np.int32)
@@ -84,9 +90,12 @@ def answers(
         found.append(Conversations(both[kept], length[kept], (length + new.count)[kept]))
         total, index = total + len(kept), index + 1
         if report is not None:
-            report(min(total, wanted))
+            report({"conversations": min(total, wanted), "left_out": left_out})
     if not total:
-        raise ConfigError(f"training data: no prompt of at most {rollout.prompt} tokens has an answer; allow longer prompts")
+        raise ConfigError(
+            f"training data: no prompt of at most {rollout.prompt} tokens has an answer, and {left_out} are longer; allow"
+            " longer prompts"
+        )
     return Conversations(*(np.concatenate(parts)[:wanted] for parts in zip(*found, strict=True)))
 
 

@@ -35,6 +35,7 @@ from dspark_jax.train.recipe import Progress
 from dspark_jax.train.rollout import Prompts, Rollout
 from dspark_jax.train.standalone import init_training, training_step
 
+_PATIENCE = 4  # batches without one question
 _MARK = "\x02"  # stands for a user's words while the template's opening is looked for
 
 
@@ -74,7 +75,7 @@ class DrafterRecipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        least = {"block_size": 1, "layers": 1, "conversations": 1, "prompt_tokens": 1, "answer_tokens": 2, "steps": 4}
+        least = {"block_size": 1, "layers": 1, "conversations": 1, "prompt_tokens": 2, "answer_tokens": 2, "steps": 4}
         least |= {"batch": 1, "anchors": 1, "slots": 1, "markov_rank": 1, "seed": 0}
         faults = [f"{n} is {getattr(self, n)}; expected at least {low}" for n, low in least.items() if getattr(self, n) < low]
         if not self.peak > 0:
@@ -226,7 +227,7 @@ def _conversations(
     words = iter(prompts) if prompts is not None else _questions(target, recipe)
     data = answers(
         rollout, (states,), map(target.prompt, words), values=recipe.temperatures, seed=recipe.seed,
-        wanted=recipe.conversations, report=lambda n: report({"conversations": n}),
+        wanted=recipe.conversations, report=report,
     )  # fmt: skip
     data.save(path)
     return data
@@ -241,20 +242,25 @@ def _questions(target: Target, recipe: DrafterRecipe) -> Iterator[str]:
     graph, states = nnx.split(target.model)
     rollout = Rollout(graph, recipe.slots, len(opening), recipe.prompt_tokens, target.config.eos_token_ids)
     prompts = Prompts(np.tile(np.asarray(opening, np.int32), (recipe.slots, 1)), np.full(recipe.slots, len(opening), np.int32))
-    index = 0
-    while True:
+    index = barren = 0
+    while barren < _PATIENCE:
         seeds = np.random.default_rng([recipe.seed, index, 2]).integers(0, 2**32, recipe.slots, dtype=np.uint32)
         new = jax.device_get(rollout((states,), prompts, np.ones(recipe.slots, np.float32), seeds))
-        index += 1
+        index, barren = index + 1, barren + 1
         for token, count in zip(new.token, new.count, strict=True):
             if token[count - 1] not in target.config.eos_token_ids:
                 continue  # the turn was cut off
             words = target.tokenizer.decode(token[: count - 1].tolist()).strip()
             try:
                 if words and target.prompt(words):
+                    barren = 0
                     yield words
             except RequestError:
                 continue  # it spells a control token
+    raise ConfigError(
+        f"train: in {_PATIENCE * recipe.slots} user turns in a row the model did not come to an end within prompt_tokens ="
+        f" {recipe.prompt_tokens}; allow longer prompts, or give some"
+    )
 
 
 def _card(draft: StandaloneConfig, recipe: DrafterRecipe, record: dict[str, Any]) -> str:

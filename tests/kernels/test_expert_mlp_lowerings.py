@@ -41,6 +41,8 @@ CASES = [
     Case(9, 12, 6, "fp4"),
     Case(31, 3, 2, "fp8", "one expert"),
     Case(1, 16, 4, "fp4", "all"),
+    Case(5, 24, 3, "fp4"),
+    Case(11, 32, 2, "fp8", "one expert"),
 ]
 
 

@@ -3,7 +3,10 @@
 import json
 import shutil
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +21,7 @@ from dspark_jax.checkpoint.reader import open_checkpoint
 from dspark_jax.config_drafter import StandaloneConfig
 from dspark_jax.errors import ConfigError
 from dspark_jax.train import standalone
-from dspark_jax.train.conversations import Conversations, ConversationStream
+from dspark_jax.train.conversations import Conversations, ConversationStream, answers
 from dspark_jax.train.loop import TrainingDiverged
 from dspark_jax.train.separate import DrafterRecipe, train_drafter
 from helpers.dense import letters
@@ -133,6 +136,16 @@ def test_impossible_settings_are_named_all_at_once(target: Path, tmp_path: Path)
         train_drafter(target, tmp_path / "out", tmp_path / "work2", RECIPE)
     with pytest.raises(ConfigError, match="is a DeepSeek-V4-style model, whose drafter is part of its checkpoint"):
         train_drafter("nano", tmp_path / "out", tmp_path / "work3", RECIPE)
+
+
+def test_prompts_without_end_of_which_none_is_short_enough_end_the_run(target: Path, tmp_path: Path):
+    rollout: Any = SimpleNamespace(slots=2, prompt=4, new=4)
+    with pytest.raises(ConfigError, match="no prompt of at most 4 tokens has an answer, and 1000 are longer"):
+        answers(rollout, (), repeat([1] * 9), values=(0.0,), seed=0, wanted=3)
+    shutil.copytree(target, tmp_path / "model")
+    (tmp_path / "model/chat_template.jinja").write_text("{% for m in messages %}<{{ m.content }}{% endfor %}")
+    with pytest.raises(ConfigError, match="in 16 user turns in a row the model did not come to an end within prompt_"):
+        train_drafter(tmp_path / "model", tmp_path / "out", tmp_path / "work", replace(RECIPE, prompt_tokens=2))
 
 
 def test_a_step_that_is_not_finite_stops_the_run_with_its_batch(target: Path, tmp_path: Path):

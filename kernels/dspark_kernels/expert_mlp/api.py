@@ -1,10 +1,12 @@
 """Expert feed-forward networks: the reference on CPU, grouped Pallas-Triton products on CUDA."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from dspark_kernels.block_scaled import BlockScaled
-from dspark_kernels.expert_mlp import reference, tiles, triton
+from dspark_kernels.expert_mlp import few_rows, reference, tiles, triton
 from dspark_kernels.expert_mlp.tuning import Plan, plan, weight_format
 from dspark_kernels.lowerings import Implementation, choose, with_reference_gradient
 
@@ -40,7 +42,8 @@ def expert_mlp(
 ) -> Float32[Array, "B d"]:
     """`reference.expert_mlp`. The kernels: d and f multiples of 128; bf16 or fp32 rows with dense weights of the same
     dtype, or bf16 rows with block-scaled weights. Two launches beside the small operations that list the tiles; only
-    the chosen experts' weights are read, and a row's k results are added in the order of its ids.
+    the chosen experts' weights are read, and a row's k results are added in the order of its ids. With block-scaled weights
+    a row's channels must stay below 65504 in magnitude, and those below 2^-14 may be rounded more coarsely than in bf16.
     """
     lowering = choose(implementation, _unsuited(x, w1, w3, w2))
 
@@ -72,8 +75,9 @@ def grouped(
     experts = (w1.codes if isinstance(w1, BlockScaled) else w1).shape[0]
     listed = tiles.build(ids, experts, sizes.block_m)
     options = {"block_m": sizes.block_m, "interpret": interpret}
-    hidden = triton.gate_up(x, weights, listed, w1, w3, limit=limit, blocks=sizes.gate_up, **options)
-    return combine(triton.down(hidden, listed, w2, blocks=sizes.down, **options), ids, experts)
+    of: Any = few_rows if isinstance(sizes.gate_up, few_rows.Lanes) else triton
+    hidden = of.gate_up(x, weights, listed, w1, w3, limit=limit, blocks=sizes.gate_up, **options)
+    return combine(of.down(hidden, listed, w2, blocks=sizes.down, **options), ids, experts)
 
 
 def combine(parts: Float32[Array, "N d"], ids: Int[Array, "B k"], experts: int) -> Float32[Array, "B d"]:

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_kernels.block_scaled import BlockScaled
-from dspark_kernels.expert_mlp import api, peers, reference, tiles, triton
+from dspark_kernels.expert_mlp import api, few_rows, peers, reference, tiles, triton
+from dspark_kernels.expert_mlp.few_rows import Lanes
 from dspark_kernels.expert_mlp.triton import Blocks
 from dspark_kernels.expert_mlp.tuning import Plan, plan
 from dspark_kernels.formats import block_shapes
@@ -88,9 +89,12 @@ def matmul_rate() -> float:
     return 2 * 8192**3 / Timer(lambda x, w: x @ w, x, (x + 0,), 1500).time_us() * 1e6
 
 
-def candidates(sizes: Plan, kind: str) -> dict[str, list[tuple[int, Blocks]]]:
+def candidates(sizes: Plan, kind: str) -> dict[str, list[tuple[int, Blocks | Lanes]]]:
     """Tile sizes to try for each product: the plan's, then others."""
     m = sizes.block_m
+    if isinstance(sizes.gate_up, Lanes):
+        options = [(16, 32, 1), (16, 64, 1), (16, 64, 2), (8, 64, 1), (8, 64, 2), (8, 128, 1), (8, 128, 2), (4, 128, 1)]
+        return {name: [(m, getattr(sizes, name)), *((m, Lanes(*o)) for o in options)] for name in ("gate_up", "down")}
     if m > 16:
         options = [(64, 128, 64, 4, 3), (64, 128, 64, 8, 3), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3)]
         options += [(128, 128, 32, 8, 4), (64, 64, 64, 4, 4)]
@@ -160,12 +164,13 @@ def _case(rows: int, kind: str, weights: list[triton.Weight], records: _Records,
         floor = {n: work[n] / rates["matmul"] * 1e6 for n in work}
     hidden = jnp.full((entries, INNER), 0.1, jnp.bfloat16)
 
-    def timer(name: str, block_m: int, blocks: Blocks) -> Timer:
+    def timer(name: str, block_m: int, blocks: Blocks | Lanes) -> Timer:
         listed = tiles.build(ids, EXPERTS, block_m)
+        of: Any = few_rows if isinstance(blocks, Lanes) else triton
         options = {"block_m": block_m, "blocks": blocks}
         if name == "down":
-            return Timer(lambda h, t, w2: triton.down(h, t, w2, **options), hidden, (listed, weights[2]), floor[name])
-        step = lambda x, s, t, w1, w3: triton.gate_up(x, s, t, w1, w3, limit=LIMIT, **options)  # noqa: E731
+            return Timer(lambda h, t, w2: of.down(h, t, w2, **options), hidden, (listed, weights[2]), floor[name])
+        step = lambda x, s, t, w1, w3: of.gate_up(x, s, t, w1, w3, limit=LIMIT, **options)  # noqa: E731
         return Timer(step, x, (share, listed, *weights[:2]), floor[name])
 
     programs = {n: timer(n, sizes.block_m, getattr(sizes, n)) for n in ("gate_up", "down")}

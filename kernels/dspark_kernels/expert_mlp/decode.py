@@ -8,7 +8,7 @@ blocks' scales by the rest, so the correction costs nothing for a weight. Rows m
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, BFloat16, Float, Float32, UInt8
+from jaxtyping import Array, Float, Float32, UInt8
 
 SHIFT = 2.0**100
 
@@ -31,6 +31,21 @@ _FP8 = _ASM.format(move="", right=4, mask="0x07F007F0")
 _FP4_HIGH = _ASM.format(move="", right=6, mask="0x01C001C0")
 _FP4_LOW = _ASM.format(move="shl.b32 t, t, 4;", right=6, mask="0x01C001C0")
 
+# The hardware's conversion of four e4m3 codes to fp16. An e2m1 code becomes the e4m3 code of 2^-6 times its number.
+FP4_HALF = 2.0**6
+_HALF = """{{
+.reg .b32 t, u;
+.reg .b16 a, b;
+{move}
+mov.b32 {{a, b}}, t;
+cvt.rn.f16x2.e4m3x2 $0, a;
+cvt.rn.f16x2.e4m3x2 $1, b;
+}}"""
+_E2M1_TO_E4M3 = "and.b32 t, t, 0x80808080;\nlop3.b32 t, u, 0x1C1C1C1C, t, 0xEA;"
+_FP8_HALF = _HALF.format(move="mov.b32 t, $2;")
+_FP4_LOW_HALF = _HALF.format(move="shl.b32 t, $2, 4;\nshl.b32 u, $2, 2;\n" + _E2M1_TO_E4M3)
+_FP4_HIGH_HALF = _HALF.format(move="mov.b32 t, $2;\nshr.b32 u, $2, 2;\n" + _E2M1_TO_E4M3)
+
 
 def fp8(codes: Array, interpret: bool) -> Float[Array, "..."]:
     """e4m3 numbers times 2^-120, in bf16; interpreted, times 1 / SHIFT, in fp32."""
@@ -46,6 +61,20 @@ def fp4(codes: UInt8[Array, "..."], interpret: bool) -> tuple[Float[Array, "..."
     return _decoded(_FP4_LOW, codes), _decoded(_FP4_HIGH, codes)
 
 
+def fp8_half(codes: Array, interpret: bool) -> Float[Array, "..."]:
+    """e4m3 numbers in fp16; interpreted, in fp32."""
+    if interpret:
+        return codes.astype(jnp.float32)
+    return _decoded(_FP8_HALF, jax.lax.bitcast_convert_type(codes, jnp.uint8), jnp.float16)
+
+
+def fp4_half(codes: UInt8[Array, "..."], interpret: bool) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """e2m1 numbers of the low and of the high nibbles over `FP4_HALF`, in fp16; interpreted, times 1, in fp32."""
+    if interpret:
+        return _e2m1(codes & 15), _e2m1(codes >> 4)
+    return _decoded(_FP4_LOW_HALF, codes, jnp.float16), _decoded(_FP4_HIGH_HALF, codes, jnp.float16)
+
+
 def rest(codes: jax.typing.DTypeLike, interpret: bool) -> float:
     """What a product of rows times `SHIFT` with decoded weights lacks."""
     return 1.0 if interpret else 2.0**26 if codes == jnp.uint8 else 2.0**20
@@ -58,8 +87,8 @@ def _e2m1(code: UInt8[Array, "..."]) -> Float32[Array, "..."]:
     return jnp.where(exponent == 0, 0.5 * half, normal) * (1 - 2 * (wide >> 3))
 
 
-def _decoded(asm: str, codes: UInt8[Array, "..."]) -> BFloat16[Array, "..."]:
-    shape = jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16)
+def _decoded(asm: str, codes: UInt8[Array, "..."], dtype: jax.typing.DTypeLike = jnp.bfloat16) -> Float[Array, "..."]:
+    shape = jax.ShapeDtypeStruct(codes.shape, dtype)
     return plt.elementwise_inline_asm(asm, args=[codes], constraints="=&r,=&r,r", pack=4, result_shape_dtypes=[shape])[0]
 
 

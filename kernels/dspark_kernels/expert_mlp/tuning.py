@@ -5,17 +5,20 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 
 from dspark_kernels.block_scaled import BlockScaled
+from dspark_kernels.expert_mlp.few_rows import Lanes
 from dspark_kernels.expert_mlp.triton import Blocks, Weight
 
 WeightFormat = Literal["f32", "bf16", "fp8", "fp4"]
 
+FEW = 3  # rows an expert up to which tiles of 8 are read by programs of one warp
+
 
 class Plan(NamedTuple):
-    """Rows of a tile, and the sizes of both products."""
+    """Rows of a tile, and the sizes of both products: both `Blocks` of `triton` or both `Lanes` of `few_rows`."""
 
     block_m: int
-    gate_up: Blocks
-    down: Blocks
+    gate_up: Blocks | Lanes
+    down: Blocks | Lanes
 
 
 def weight_format(weight: Weight) -> WeightFormat:
@@ -28,6 +31,10 @@ def weight_format(weight: Weight) -> WeightFormat:
 def plan(entries: int, experts: int, kind: WeightFormat) -> Plan:
     """For `entries` (rows times experts of a row) over `experts`."""
     rows = entries / experts
+    if rows <= FEW and kind in ("fp8", "fp4"):
+        if entries <= 8:  # few programs: inputs are split, so that all processors have loads in flight
+            return Plan(8, Lanes(8, 64, 8), Lanes(8, 64, 8))
+        return Plan(8, Lanes(16, 64, 2 if entries <= 96 else 1), Lanes(16, 64, 1))
     block_m = 16 if rows <= 12 else 64 if rows <= 48 else 128
     if kind == "f32":
         return Plan(16, Blocks(64, 32, 4, 2), Blocks(64, 32, 4, 2))
