@@ -12,6 +12,7 @@ from dspark_jax.errors import ConfigError, raise_all
 ConfidenceInput = Literal["markov", "hidden", "none"]
 
 DRAFT_TOKENS = 5  # of a draft model, whose files say nothing about it
+MOST_DRAFT_TOKENS = 32  # a program holds the draft model once for every draft
 _DEEPSPEC = "Qwen3DSparkModel"  # DSpark and DFlash alike
 _DFLASH = "DFlashDraftModel"
 _SPECULATORS = ("dspark", "dflash")
@@ -170,8 +171,9 @@ class DraftModelConfig:
     def faults(self, target: DenseConfig) -> list[str]:
         """What makes this drafter impossible on `target`."""
         found = list(_same_target(self.model, target, mapped=False))
-        if not is_int(self.block_size) or not 1 <= self.block_size < target.max_position_embeddings:
-            found.append(f"draft_tokens is {self.block_size!r}; expected at least 1, and less than the target's positions")
+        most = min(MOST_DRAFT_TOKENS, target.max_position_embeddings - 1)
+        if not is_int(self.block_size) or not 1 <= self.block_size <= most:
+            found.append(f"draft_tokens is {self.block_size!r}; expected 1 … {most}")
         mask = self.mask_token_id
         if mask is not None and not (is_int(mask) and 0 <= mask < self.model.vocab_size):
             found.append(f"pard_token is {mask!r}; expected a token id below vocab_size = {self.model.vocab_size}")
@@ -210,6 +212,8 @@ def drafter_from_hf(
       ConfigError: naming `source` and every fault; another kind of drafter by its name.
     """
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ConfigError(f"{source}: architectures is {architectures!r:.80}; expected a list of names")
     kind = config.get("speculators_model_type")
     if kind is not None:
         if kind not in _SPECULATORS:
@@ -250,6 +254,8 @@ def _flat(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         raise ConfigError(f"{source}: transformer_layer_config is {layers!r:.80}; expected an object, the drafter's layers")
     own = {key: value for key, value in config.items() if key != "transformer_layer_config"}
     family = layers.get("model_type", "qwen3")
+    if family not in DENSE_FAMILIES:
+        raise ConfigError(f"{source}: transformer_layer_config.model_type is {family!r:.80}; expected one of {DENSE_FAMILIES}")
     return {**_LAYERS, **_LAYERS_BY_FAMILY.get(family, {}), **layers, **own, "model_type": family}
 
 
@@ -275,8 +281,15 @@ def _standalone(
     faults = []
     if missing := [name for name, value in wanted.items() if value is None]:
         faults.append(f"lacks {', '.join(missing)}; use the config.json published with the drafter")
-    if not isinstance(anchored, bool):
-        faults.append(f"sample_from_anchor is {anchored!r}; expected true or false")
+    switches = {"sample_from_anchor": anchored}
+    switches |= {name: first(name) for name in ("enable_confidence_head", "confidence_head_with_markov")}
+    for name, value in switches.items():
+        if not isinstance(value, bool | None):
+            faults.append(f"{name} is {value!r}; expected true or false")
+    if not isinstance(nested, Mapping | None):
+        faults.append(f"dflash_config is {nested!r:.80}; expected an object")
+    if not is_int(layers_read := first("num_target_layers", default=1)):
+        faults.append(f"num_target_layers is {layers_read!r}; expected an integer")
     raise_all(ConfigError, source, faults)
     rank = first("markov_rank", default=0)
     head = "none" if rank == 0 else str(first("markov_head_type", default="vanilla")).lower()

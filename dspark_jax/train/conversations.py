@@ -13,7 +13,8 @@ from dspark_jax.errors import ConfigError, raise_all
 from dspark_jax.train.regenerate import temperatures
 from dspark_jax.train.rollout import Prompts, Rollout
 
-_PATIENCE = 1000  # prompts that are too long, from the first on
+_PATIENCE = 1000  # prompts in a row that are too long
+_BARREN = 4  # batches in a row without an answer
 
 
 class Conversations(NamedTuple):
@@ -66,15 +67,17 @@ def answers(
     Raises ConfigError where no prompt, or none of so many in a row, is short enough.
     """
     found: list[Conversations] = []
-    total = index = left_out = 0
-    while total < wanted:
+    total = index = left_out = too_long = barren = 0
+    while total < wanted and barren < _BARREN:
         batch = []
         while len(batch) < rollout.slots and (prompt := next(prompts, None)) is not None:
             if 0 < len(prompt) <= rollout.prompt:
                 batch.append(prompt)
+                too_long = 0
                 continue
             left_out += 1
-            if not batch and not found and left_out >= _PATIENCE:  # prompts may have no end
+            too_long += 1
+            if too_long >= _PATIENCE:  # prompts may have no end
                 break
         if not batch:
             break
@@ -88,7 +91,7 @@ def answers(
             both[i, :n], both[i, n : n + m] = token[i, :n], new.token[i, :m]
         kept = np.flatnonzero((np.asarray(new.count) > 1) & (np.arange(rollout.slots) < len(batch)))
         found.append(Conversations(both[kept], length[kept], (length + new.count)[kept]))
-        total, index = total + len(kept), index + 1
+        total, index, barren = total + len(kept), index + 1, 0 if len(kept) else barren + 1
         if report is not None:
             report({"conversations": min(total, wanted), "left_out": left_out})
     if not total:

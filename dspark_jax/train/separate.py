@@ -4,6 +4,7 @@ exported in DeepSpec's layout (`dspark-jax train`).
 An interrupted run goes on where it was when it is started again with the same settings and work folder.
 """
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -179,7 +180,10 @@ def train_drafter(
     target = Target.read(model, (), mesh, dtype)
     draft = recipe.drafter(target.config)
     target.model.taps = draft.target_layer_ids
-    progress = Progress(work, {"model": str(model), **{k: _plain(v) for k, v in asdict(recipe).items()}})
+    _check(target.config, recipe, out, work, prompts)
+    written = hashlib.sha256(json.dumps(prompts).encode()).hexdigest() if prompts is not None else ""
+    settings = {"model": Path(model).name, "dtype": jnp.dtype(dtype).name, "prompts": written}
+    progress = Progress(work, {**settings, **{k: _plain(v) for k, v in asdict(recipe).items()}})
     began = time.monotonic()
 
     def late() -> bool:
@@ -209,6 +213,24 @@ def train_drafter(
     (out / "training.json").write_text(json.dumps(progress.values, indent=1) + "\n")
     (out / "README.md").write_text(_card(draft, recipe, progress.values))
     return True
+
+
+def _check(target: DenseConfig, recipe: DrafterRecipe, out: Path, work: Path, prompts: Sequence[str] | None) -> None:
+    """Raises ConfigError for what would otherwise be found after hours."""
+    faults, limit = [], target.max_position_embeddings
+    if (tokens := recipe.prompt_tokens + recipe.answer_tokens) > limit:
+        faults.append(f"prompt_tokens and answer_tokens are {tokens} together; expected at most the target's {limit} positions")
+    if recipe.layers > target.num_hidden_layers:
+        faults.append(f"layers is {recipe.layers}; expected at most the target's {target.num_hidden_layers}")
+    count = recipe.conversations if prompts is None else min(recipe.conversations, len(prompts))
+    if count < recipe.batch:
+        faults.append(f"batch is {recipe.batch}, and there can be {count} conversations; expected at most as many")
+    for name, folder in (("out", out), ("work", work)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            faults.append(f"{name} is {str(folder)!r}, which cannot be made a folder ({error.strerror}); choose another")
+    raise_all(ConfigError, "train", faults)
 
 
 def _plain(value: Any) -> Any:

@@ -82,6 +82,8 @@ def test_draft_models_and_pard():
     target = open_checkpoint(TARGET, dtype="float32").config
     faults = drafter_from_hf(config | {"pard_token": 96}, {}, "file", 0).faults(target)  # type: ignore[arg-type]
     assert [f.split(" is ")[0] for f in faults] == ["draft_tokens", "pard_token"]
+    many = drafter_from_hf(config, {}, "file", 33).faults(target)  # type: ignore[arg-type]
+    assert many == ["draft_tokens is 33; expected 1 … 32"]
 
 
 WRONG = {
@@ -100,6 +102,10 @@ WRONG = {
     "window": ({"layer_types": ["sliding_attention"] * 2}, "only full_attention is supported"),
     "another kind": ({"architectures": ["Gemma4DSparkModel"]}, "Gemma4DSparkModel.*expected a DSpark"),
     "eagle": ({"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3'; expected one of"),
+    "architectures of no kind": ({"architectures": 7}, "architectures is 7; expected a list of names"),
+    "a text for a switch": ({"enable_confidence_head": "false"}, "enable_confidence_head is 'false'; expected true or false"),
+    "a text for a number": ({"num_target_layers": "6"}, "num_target_layers is '6'; expected an integer"),
+    "an odd nested config": ({"dflash_config": [1]}, r"dflash_config is \[1\]; expected an object"),
     "rnn from masks": ({"markov_head_type": "rnn", "sample_from_anchor": False}, "'rnn' with sample_from_anchor false"),
 }
 

@@ -122,6 +122,8 @@ def test_a_run_that_was_stopped_resumes_to_the_same_drafter(target: Path, tmp_pa
     assert result.tokens == lm.generate([PROMPTS[0]], SamplingParams(max_tokens=12), speculate=False)[0].tokens
     with pytest.raises(ConfigError, match=r"begun with other settings.*steps 8 and now 9"):
         train_drafter(target, tmp_path / "x", tmp_path / "one/work", replace(RECIPE, steps=9), prompts=PROMPTS)
+    with pytest.raises(ConfigError, match=r"begun with other settings \(prompts"):
+        train_drafter(target, tmp_path / "x", tmp_path / "one/work", RECIPE, prompts=PROMPTS[:6])
 
 
 def test_impossible_settings_are_named_all_at_once(target: Path, tmp_path: Path):
@@ -131,7 +133,14 @@ def test_impossible_settings_are_named_all_at_once(target: Path, tmp_path: Path)
     with pytest.raises(ConfigError, match="holds 5, the target's last layer"):
         train_drafter(target, tmp_path / "out", tmp_path / "work", replace(RECIPE, taps=(0, 5)), prompts=PROMPTS)
     with pytest.raises(ConfigError, match="no prompt of at most 8 tokens has an answer"):
-        train_drafter(target, tmp_path / "out", tmp_path / "work", RECIPE, prompts=["far too long for it"])
+        train_drafter(target, tmp_path / "out", tmp_path / "work", RECIPE, prompts=["far too long for it"] * 4)
+    with pytest.raises(ConfigError) as error:
+        (tmp_path / "file").write_text("")
+        odd = replace(RECIPE, layers=9, prompt_tokens=600)
+        train_drafter(target, tmp_path / "file", tmp_path / "work", odd, prompts=PROMPTS[:3])
+    faults = ("layers is 9; expected at most the target's 6", "are 612 together; expected at most the target's 512 positions")
+    faults += ("batch is 4, and there can be 3 conversations", "which cannot be made a folder (File exists)")
+    assert all(text in str(error.value) for text in faults)
     with pytest.raises(ConfigError, match="has no chat template whose user turn it could fill"):
         train_drafter(target, tmp_path / "out", tmp_path / "work2", RECIPE)
     with pytest.raises(ConfigError, match="is a DeepSeek-V4-style model, whose drafter is part of its checkpoint"):
@@ -151,4 +160,4 @@ def test_prompts_without_end_of_which_none_is_short_enough_end_the_run(target: P
 def test_a_step_that_is_not_finite_stops_the_run_with_its_batch(target: Path, tmp_path: Path):
     with pytest.raises(TrainingDiverged, match=r"at step \d \(batch \d of seed 3\)"):
         train_drafter(target, tmp_path / "out", tmp_path / "work", replace(RECIPE, peak=1e30), prompts=PROMPTS)
-    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "out").iterdir())
