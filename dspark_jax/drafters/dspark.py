@@ -18,7 +18,7 @@ from dspark_jax.decode.protocols import Proposal
 from dspark_jax.decode.rows import Rows
 from dspark_jax.decode.sampling import SamplingState
 from dspark_jax.drafters.draw_kernel import draw
-from dspark_jax.drafters.heads import ConfidenceHead, MarkovHead, sequential_head
+from dspark_jax.drafters.heads import ConfidenceHead, forced_logits, sequential_head
 from dspark_jax.eplb.placement import PlacedLayer, Placement
 from dspark_jax.models.attention import Projections, sink_attention
 from dspark_jax.models.block import Block
@@ -132,16 +132,8 @@ class DSpark(nnx.Module):
         """Logits and confidence logits when row k follows token `previous[:, k]` (training; slot 0 follows the
         anchor).
         """
-        head, last = self.mtp[-1].markov_head, self.mtp[-1]
-        logits = self.base_logits(target, hidden)
-        if not isinstance(head, MarkovHead):
-            return logits, last.confidence_head(hidden, hidden[..., :0])
-        embedded = head.embed(previous).astype(hidden.dtype)
-        state, features = head.start(hidden.shape[0]), []
-        for k in range(hidden.shape[1]):
-            state, feature = head.feature(state, embedded[:, k], hidden[:, k])
-            features.append(feature)
-        return logits + head.bias(jnp.stack(features, axis=1)), last.confidence_head(hidden, embedded)
+        last = self.mtp[-1]
+        return forced_logits(last.markov_head, last.confidence_head, self.base_logits(target, hidden), hidden, previous)
 
     def sample(
         self,

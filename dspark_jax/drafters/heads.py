@@ -98,6 +98,25 @@ class ConfidenceHead(nnx.Module):
         return logit if self.proj_bias is None else logit + self.proj_bias[...].astype(jnp.float32)
 
 
+def forced_logits(
+    head: MarkovHead | NoHead,
+    confidence_head: ConfidenceHead | None,
+    base: Float32[Array, "N gamma V"],
+    hidden: Float[Array, "N gamma d"],
+    previous: Int[Array, "N gamma"],
+) -> tuple[Float32[Array, "N gamma V"], Float32[Array, "N gamma"]]:
+    """Logits and confidence logits when draft k follows token `previous[:, k]` (training)."""
+    embedded = hidden[..., :0]
+    if isinstance(head, MarkovHead):
+        embedded = head.embed(previous).astype(hidden.dtype)
+        state, features = head.start(hidden.shape[0]), []
+        for k in range(hidden.shape[1]):
+            state, feature = head.feature(state, embedded[:, k], hidden[:, k])
+            features.append(feature)
+        base = base + head.bias(jnp.stack(features, axis=1))
+    return base, confidence_head(hidden, embedded) if confidence_head else jnp.zeros(previous.shape)
+
+
 def sequential_head(
     kind: HeadKind, rank: int, hidden: int, vocab: int, drafts: int | None = None, *, rngs: nnx.Rngs
 ) -> MarkovHead | NoHead:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from dspark_jax.decode.rows import padded_rows
 from dspark_jax.drafters.dense_block import through_layers
-from dspark_jax.drafters.heads import MarkovHead
+from dspark_jax.drafters.heads import forced_logits
 from dspark_jax.drafters.standalone import Standalone
 from dspark_jax.models.qwen3 import Keys, Qwen3
 from dspark_jax.train.conversations import Conversations
@@ -70,18 +70,8 @@ def forced(
     model: Standalone, target: Qwen3, hidden: Float[Array, "N gamma d"], previous: Int[Array, "N gamma"]
 ) -> tuple[Float32[Array, "N gamma V"], Float32[Array, "N gamma"]]:
     """Logits and confidence logits when draft k follows token `previous[:, k]`."""
-    logits, head = model.base_logits(target, hidden), model.markov_head
-    embedded = hidden[..., :0]
-    if isinstance(head, MarkovHead):
-        embedded = head.embed(previous).astype(hidden.dtype)
-        state, features = head.start(hidden.shape[0]), []
-        for k in range(hidden.shape[1]):
-            state, feature = head.feature(state, embedded[:, k], hidden[:, k])
-            features.append(feature)
-        logits = logits + head.bias(jnp.stack(features, axis=1))
-    if model.confidence_head is None:
-        return logits, jnp.zeros(previous.shape)
-    return logits, model.confidence_head(hidden, embedded)
+    base = model.base_logits(target, hidden)
+    return forced_logits(model.markov_head, model.confidence_head, base, hidden, previous)
 
 
 def objective(
