@@ -22,6 +22,7 @@ Path = PathParts
 _STRAIGHT = {"embed", "markov_w1", "norm", "q_norm", "kv_norm", "attn_norm", "ffn_norm", "main_norm"}
 _STRAIGHT |= {"embed_tokens", "k_norm", "input_layernorm", "post_attention_layernorm", "hidden_norm"}
 _HYPER = {"hc_attn", "hc_ffn", "hc_head"}
+_BIASES = {"gate_bias": "gate_proj.bias", "joint_bias": "joint_proj.bias", "proj_bias": "proj.bias"}
 _FP32 = {"fn", "base", "scale", "ape", "attn_sink", "bias"}
 _CODES = {np.dtype(np.uint8): "fp4", np.dtype(jnp.float8_e4m3fn): "fp8"}
 
@@ -91,10 +92,8 @@ def _entry(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> Entry:
     if len(names) > 1 and names[-2] in _HYPER:
         key = ".".join([*names[:-2], f"{names[-2]}_{leaf}"])
         transposed = leaf == "fn"
-    elif leaf in ("gate_bias", "joint_bias", "proj_bias"):
-        stem = leaf.removesuffix("_bias").removesuffix("proj")
-        key, transposed = ".".join([*names[:-1], f"{stem}_proj" if stem else "proj", "bias"]), False
-        kind = "fp32"
+    elif leaf in _BIASES:
+        key, transposed, kind = ".".join([*names[:-1], _BIASES[leaf]]), False, "fp32"
     else:
         key = ".".join(names)
         transposed = leaf == "weight" and names[-2] not in _STRAIGHT

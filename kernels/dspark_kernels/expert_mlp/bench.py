@@ -94,7 +94,8 @@ def candidates(sizes: Plan, kind: str) -> dict[str, list[tuple[int, Blocks | Lan
     m = sizes.block_m
     if isinstance(sizes.gate_up, Lanes):
         options = [(16, 32, 1), (16, 64, 1), (16, 64, 2), (8, 64, 1), (8, 64, 2), (8, 128, 1), (8, 128, 2), (4, 128, 1)]
-        return {name: [(m, getattr(sizes, name)), *((m, Lanes(*o)) for o in options)] for name in ("gate_up", "down")}
+        others = [*((m, Lanes(*o)) for o in options), (16, Blocks(128, 32, 4, 6))]  # the last: the kernels of more rows
+        return {name: [(m, getattr(sizes, name)), *others] for name in ("gate_up", "down")}
     if m > 16:
         options = [(64, 128, 64, 4, 3), (64, 128, 64, 8, 3), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3)]
         options += [(128, 128, 32, 8, 4), (64, 64, 64, 4, 4)]

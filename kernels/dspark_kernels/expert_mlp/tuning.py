@@ -44,4 +44,4 @@ def plan(entries: int, experts: int, kind: WeightFormat) -> Plan:
         return Plan(block_m, Blocks(128, 64, 4, 4), Blocks(128, 64, 4, 4))
     if kind == "fp8":
         return Plan(block_m, Blocks(128, 32, 4, 6), Blocks(128, 128 if block_m == 16 else 64, 4, 4))
-    return Plan(block_m, Blocks(128, 32, 4, 6) if rows > 1 else Blocks(128, 64, 4, 5), Blocks(128, 32, 4, 6))
+    return Plan(block_m, Blocks(128, 32, 4, 6), Blocks(128, 32, 4, 6))
