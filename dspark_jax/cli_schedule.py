@@ -12,13 +12,13 @@ SchedulerOption = Annotated[
     str | None,
     typer.Option(
         "--scheduler",
-        help="Drafts to verify: fixed:LENGTH, threshold:CONFIDENCE, early-stop, stale-size[:LAG]; by default all.",
+        help="Drafts to verify: fixed:LENGTH, threshold:CONFIDENCE, early-stop, stale-size[:LAG] or stale-rate[:LAG] (all).",
     ),
 ]
 ProfileOption = Annotated[
     Path | None,
     typer.Option(
-        "--profile", help="File of step times (JSON), for early-stop and stale-size; bench serve also takes: measure."
+        "--profile", help="File of step times (JSON), for early-stop, stale-size, stale-rate; bench serve also takes: measure."
     ),
 ]
 TemperaturesOption = Annotated[

@@ -2,7 +2,7 @@
 
 Competitors in programs of their own would take one compilation each; here they share all branches of the ring and differ
 in nothing but the lengths. What the host says travels in the schedule's history, behind the survivals of old blocks, the same
-for all slots: the seconds of a step by bucket, and the competitor's number.
+for all slots: the competitor's number, and the seconds of a step by number of drafts of each request.
 """
 
 import dataclasses
@@ -22,27 +22,34 @@ from dspark_jax.decode.schedule import (
     FixedLength,
     Schedule,
     Scheduler,
+    StaleRate,
     StaleSize,
     Threshold,
-    bucket_index,
     bucket_sizes,
 )
+from dspark_jax.decode.schedule.past import MEMORY
 from dspark_jax.decode.state import Requests
 
-LAG = 2  # of the form for service
-WEIGHING = ("early-stop", "stale-size")  # schedulers that need step times
+WEIGHING = ("early-stop", "stale-size", "stale-rate")  # schedulers that need step times
+LAG = 2  # of the last two
+PAST = LAG - 1 + MEMORY  # blocks that they look at
 
 
 @dataclass(frozen=True)
-class BucketCost:
-    """As `StepCost`, from numbers on the device: seconds of a step by bucket; for ever behind the last one."""
+class LengthCost:
+    """As `StepCost`, from numbers on the device: seconds of steps in which each of `slots` requests verifies 0 … gamma drafts.
 
-    seconds_of: Float[Array, "buckets"]
-    buckets: tuple[int, ...]
+    Linear between them: within a bucket a step with fewer rows takes less time where rows choose experts, and what there is
+    of a cliff between buckets lies between two of the measured lengths. For ever behind the last one.
+    """
+
+    seconds_of: Float[Array, "lengths"]
+    slots: int
 
     def seconds(self, requests: Int[Array, ""], rows: Int[Array, "n"]) -> Float[Array, "n"]:
         """Of steps with so many rows; `requests` are always all."""
-        return jnp.where(rows > self.buckets[-1], jnp.inf, self.seconds_of[bucket_index(rows, self.buckets)])
+        measured = self.slots * jnp.arange(1, self.seconds_of.size + 1)
+        return jnp.where(rows > measured[-1], jnp.inf, jnp.interp(rows, measured, self.seconds_of))
 
 
 @dataclass(frozen=True)
@@ -53,8 +60,8 @@ class _Chosen:
     number: Int[Array, ""]
 
     @property
-    def lag(self) -> int:
-        return LAG
+    def history(self) -> int:
+        return PAST
 
     def lengths(self, block: Block, axis: str | None = None) -> Int[Array, "R"]:
         """See `Scheduler`."""
@@ -63,18 +70,20 @@ class _Chosen:
 
 @dataclass(frozen=True)
 class Contest(Schedule):
-    """Fixed lengths, a threshold, Algorithm 1 and the form for service, under one roof.
+    """Fixed lengths, a threshold, and the schedulers that need step times, under one roof.
 
     Attributes:
       fixed: lengths of the first competitors.
       threshold: of the next one.
-      buckets: ascending rows of an expert rank, the last one those of whole blocks; at most as many as drafts in a block.
+      buckets: ascending rows of an expert rank, the last one those of whole blocks.
+      gamma: drafts of a block; every length up to it can be named for measuring, competitor or not.
     """
 
     scheduler: Scheduler = dataclasses.field(default_factory=FixedLength)
     fixed: tuple[int, ...] = ()
     threshold: float = 0.5
     buckets: tuple[int, ...] = ()
+    gamma: int = 1
 
     @classmethod
     def of(
@@ -82,30 +91,46 @@ class Contest(Schedule):
     ) -> "Contest":
         """For `slots` requests of an expert rank; every fixed length has a bucket that it fills."""
         buckets = bucket_sizes(slots, gamma, [slots * (1 + n) for n in fixed])
-        return cls(temperatures=temperatures, fixed=tuple(fixed), threshold=threshold, buckets=buckets)
+        return cls(temperatures=temperatures, fixed=tuple(fixed), threshold=threshold, buckets=buckets, gamma=gamma)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Competitors, in order."""
-        return (*(f"fixed:{n}" for n in self.fixed), f"threshold:{self.threshold:g}", *WEIGHING)
+        return (*(f"fixed:{n}" for n in self.fixed), *self._adaptive)
 
-    def orders(self, name: str, seconds: Sequence[float], slots: int, gamma: int) -> Float[np.ndarray, "slots lag gamma"]:
-        """The history with which competitor `name` begins, with the seconds of a step by bucket; new requests are certain."""
-        history = np.ones((slots, LAG + 2, gamma))
-        history[:, LAG, : len(self.buckets)] = seconds
-        history[:, LAG + 1, 0] = self.names.index(name)
+    @property
+    def lengths(self) -> tuple[str, ...]:
+        """The fixed lengths 0 … gamma, by which the seconds of a step are measured."""
+        return tuple(f"fixed:{n}" for n in range(self.gamma + 1))
+
+    @property
+    def _adaptive(self) -> tuple[str, ...]:
+        return f"threshold:{self.threshold:g}", *WEIGHING
+
+    @property
+    def _orders(self) -> int:
+        """Rows of a history that the orders fill: the competitor's number and gamma + 1 times."""
+        return -(-(self.gamma + 2) // self.gamma)
+
+    def orders(self, name: str, seconds: Sequence[float], slots: int) -> Float[np.ndarray, "slots history gamma"]:
+        """The history with which `name` begins, with the seconds of a step by length; new requests are certain."""
+        said = np.ones(self._orders * self.gamma)
+        said[: len(seconds) + 1] = [(*self.lengths, *self._adaptive).index(name), *seconds]
+        history = np.ones((slots, PAST + self._orders, self.gamma))
+        history[:, PAST:] = said.reshape(-1, self.gamma)
         return history
 
-    def init(self, slots: int, gamma: int) -> Float[Array, "R lag gamma"]:
-        return jnp.ones((slots, LAG + 2, gamma), jnp.float32)
+    def init(self, slots: int, gamma: int) -> Float[Array, "R history gamma"]:
+        return jnp.ones((slots, PAST + self._orders, gamma), jnp.float32)
 
     def step(
-        self, requests: Requests, committed: Int[Array, "R"], stale: Float[Array, "R lag gamma"], axis: str | None = None
-    ) -> tuple[Requests, Float[Array, "R lag gamma"]]:
-        orders = stale[:, LAG:]
-        cost: Any = BucketCost(orders[0, 0, : len(self.buckets)], self.buckets)
-        weighing = (EarlyStop(cost), StaleSize(cost, LAG))
-        schedulers = (*map(FixedLength, self.fixed), Threshold(self.threshold), *weighing)
-        chosen = Schedule(_Chosen(schedulers, orders[0, 1, 0].astype(jnp.int32)), self.temperatures)
-        requests, past = chosen.step(requests, committed, stale[:, :LAG], axis)
+        self, requests: Requests, committed: Int[Array, "R"], stale: Float[Array, "R history gamma"], axis: str | None = None
+    ) -> tuple[Requests, Float[Array, "R history gamma"]]:
+        orders = stale[:, PAST:]
+        number, *seconds = orders[0].reshape(-1)[: self.gamma + 2]
+        cost: Any = LengthCost(jnp.stack(seconds), stale.shape[0])
+        weighing = (EarlyStop(cost), StaleSize(cost, LAG), StaleRate(cost, LAG))
+        schedulers = (*map(FixedLength, range(self.gamma + 1)), Threshold(self.threshold), *weighing)
+        chosen = Schedule(_Chosen(schedulers, number.astype(jnp.int32)), self.temperatures)
+        requests, past = chosen.step(requests, committed, stale[:, :PAST], axis)
         return requests, jnp.concatenate([past, orders], axis=1)

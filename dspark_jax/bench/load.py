@@ -46,6 +46,7 @@ from dspark_jax.presets import PRESETS
 from dspark_jax.serve.scheduler import slot_counts
 
 STEP_ROUNDS = 128  # rounds of a measurement of step times, over all requests
+STEP_REPEATS = 3  # most measurements of each
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def measure(point: Point, settings: Settings, log: Log) -> None:
     found |= {"requests": n, "buckets": point.contest.buckets}
     try:
         point.allocate()
-        point.measure_steps(settings.repeats, STEP_ROUNDS)
+        point.measure_steps(min(settings.repeats, STEP_REPEATS), STEP_ROUNDS)
         found["step_seconds"] = point.seconds
         log.say(f"{who}: steps " + ", ".join(f"{1e3 * s:.2f}" for s in point.seconds) + " ms")
         runs: list[list[Any]] = []

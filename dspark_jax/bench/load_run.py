@@ -12,8 +12,8 @@ from dspark_jax.parallel.ring import TickOutput
 from dspark_jax.parallel.ring_timer import RingTimer, Slot
 
 PLAIN = "plain"
-SETTLING = 3  # calls before the clock starts: the form for service looks two rounds back
-LEAST_ROUNDS = 16  # timed rounds of every request
+SETTLING = 3  # calls before the clock starts: schedulers for service look two rounds and more back
+LEAST_ROUNDS = 8  # timed rounds of every request
 MOST_ROUNDS = 64  # behind one prompt; more begin with new prompts
 
 
@@ -86,7 +86,7 @@ class Point:
         self.requests, self.drafting, self.plain, self.workload, self.seed = requests, drafting, plain, workload, seed
         contest: Any = drafting.ring.sizes.schedule
         self.contest: Contest = contest
-        self.seconds = [1.0] * len(contest.buckets)  # of a step, by bucket, once they are measured
+        self.seconds = [1.0] * len(contest.lengths)  # of a step, by drafts of each request, once they are measured
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -102,10 +102,10 @@ class Point:
             timer.free()
 
     def measure_steps(self, repeats: int, rounds: int) -> None:
-        """Fills in the seconds of a step: every fixed length fills its bucket. Medians over interleaved repeats."""
-        fixed = [f"fixed:{n}" for n in self.contest.fixed]
+        """Fills in the seconds of a step by the drafts of each request. Medians over interleaved repeats."""
+        fixed = self.contest.lengths
         self.run(PLAIN, 0, rounds)  # these warm up
-        self.run(fixed[0], 0, rounds)
+        self.run(fixed[-1], 0, rounds)
         found = [[run.seconds / run.ticks for run in row] for row in self.interleaved(fixed, repeats, rounds, lambda *_: None)]
         self.seconds = np.median(found, axis=0).tolist()
 
@@ -137,7 +137,7 @@ class Point:
             position=self.workload.position, temperature=self.workload.temperature,
         )  # fmt: skip
         if name != PLAIN:
-            timer.set_history(self.contest.orders(name, self.seconds, ring.local_slots, ring.gamma))
+            timer.set_history(self.contest.orders(name, self.seconds, ring.local_slots))
         for _ in range(SETTLING):
             timer.call()
         calls = math.ceil(rounds / ring.sizes.rounds)

@@ -24,6 +24,7 @@ from dspark_jax.decode.schedule import (
     EarlyStop,
     FixedLength,
     Schedule,
+    StaleRate,
     StaleSize,
     StepCost,
     Threshold,
@@ -41,6 +42,7 @@ def schedules(requests: int, gamma: int) -> dict[str, Schedule]:
     sizes = bucket_sizes(requests, gamma)
     cost = StepCost(tuple(1 + next(i for i, size in enumerate(sizes) if n <= size) / 4 + n / rows for n in range(rows + 1)))
     kinds = {"fixed": FixedLength(2), "threshold": Threshold(0.5), "early-stop": EarlyStop(cost), "stale-size": StaleSize(cost)}
+    kinds |= {"stale-rate": StaleRate(cost)}
     return {name: Schedule(kind, (1.1,) * gamma) for name, kind in kinds.items()}
 
 

@@ -17,13 +17,14 @@ from dspark_jax.config_dense import ModelConfig
 from dspark_jax.config_drafter import AnyDraftConfig
 from dspark_jax.decode.calibration_file import Calibration, head_digest, read_calibration
 from dspark_jax.decode.profile_table import Fingerprint, ProfileTable, read_profile
-from dspark_jax.decode.schedule import EarlyStop, FixedLength, Ordered, Schedule, Scheduler, StaleSize, Threshold
+from dspark_jax.decode.schedule import EarlyStop, FixedLength, Ordered, Schedule, Scheduler, StaleRate, StaleSize, Threshold
 from dspark_jax.eplb.placement import Placement
 from dspark_jax.errors import ConfigError, raise_all
 from dspark_jax.parallel.mesh import EXPERT, PIPE
 
-FORMS = "fixed:LENGTH, threshold:CONFIDENCE, early-stop, stale-size or stale-size:LAG"
-_WEIGHING = ("early-stop", "stale-size")  # these need step times
+FORMS = "fixed:LENGTH, threshold:CONFIDENCE, early-stop, stale-size[:LAG] or stale-rate[:LAG]"
+_STALE = {"stale-size": StaleSize, "stale-rate": StaleRate}
+_WEIGHING = ("early-stop", *_STALE)  # these need step times
 MEASURE = "measure"  # in place of a file of step times
 
 
@@ -118,7 +119,8 @@ class ScheduleSource:
         cost = self.table.cost(slots, slots * (gamma + 1))
         if self.name == "early-stop":
             return EarlyStop(cost)
-        return StaleSize(cost) if self.setting is None else StaleSize(cost, int(self.setting))
+        kind = _STALE[self.name]
+        return kind(cost) if self.setting is None else kind(cost, int(self.setting))
 
     def measured(self, table: ProfileTable) -> "ScheduleSource":
         """With the step times that were to be measured."""
@@ -149,10 +151,10 @@ def schedule_source(
     """Reads what was asked for; None for whole blocks, where no scheduler is named.
 
     Args:
-      scheduler: "fixed:2", "threshold:0.6", "early-stop", "stale-size" or "stale-size:1" (its lag), or a Schedule. A
-        ScheduleSource is handed back.
-      profile: file of step times (`profile_table`), which early-stop and stale-size need. Its rows are the buckets. Where
-        the caller is `measurable`, MEASURE instead: it will measure them itself.
+      scheduler: "fixed:2", "threshold:0.6", "early-stop", "stale-size" or "stale-size:1" (its lag), "stale-rate" as well,
+        or a Schedule. A ScheduleSource is handed back.
+      profile: file of step times (`profile_table`), which early-stop, stale-size and stale-rate need. Its rows are the
+        buckets. Where the caller is `measurable`, MEASURE instead: it will measure them itself.
       temperatures: file that `dspark-jax calibrate` writes; without it confidences are taken as they are.
       unsigned: accept files that do not say which model, mesh and placement they belong to.
 
@@ -208,7 +210,7 @@ def _named(text: str) -> tuple[str, float | None, list[str]]:
         return name, None, missing if name == "threshold" else []
     try:
         setting = float(value) if name == "threshold" else int(value)
-        {"fixed": FixedLength, "threshold": Threshold, "stale-size": _lag}[name](setting)
+        {"fixed": FixedLength, "threshold": Threshold}.get(name, _lag)(setting)
     except ValueError as error:  # ConfigError is one
         return name, None, [f"scheduler is {text!r}; {error if isinstance(error, ConfigError) else f'expected {FORMS}'}"]
     return name, setting, []

@@ -46,7 +46,7 @@ class DecodeState:
     requests: Requests
     target_cache: Any
     draft_cache: Any
-    stale: Float32[Array, "R lag gamma"] | None = None
+    stale: Float32[Array, "R history gamma"] | None = None
 
 
 @struct.dataclass

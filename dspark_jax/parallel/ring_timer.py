@@ -99,7 +99,7 @@ class RingTimer:
             self.call(self.ring.place_control(record))
         self.call()  # the chunks of the later microbatches reach the last rank in here
 
-    def set_history(self, values: Float[np.ndarray, "slots lag gamma"]) -> None:
+    def set_history(self, values: Float[np.ndarray, "slots history gamma"]) -> None:
         """The schedule's history of every microbatch's slots on every expert rank."""
         old = self.state.stale
         lanes = old.shape[1] // values.shape[0]

@@ -10,7 +10,7 @@ import pytest
 from dspark_jax import LM, ConfigError, Engine, SamplingParams, cli, load
 from dspark_jax.decode.calibration_file import Calibration, head_digest
 from dspark_jax.decode.profile_table import ProfileTable, measured
-from dspark_jax.decode.schedule import EarlyStop, FixedLength, Schedule, StaleSize, StepCost, Threshold
+from dspark_jax.decode.schedule import EarlyStop, FixedLength, Schedule, StaleRate, StaleSize, StepCost, Threshold
 from dspark_jax.decode.schedule_source import fingerprint_of, schedule_source
 from dspark_jax.eplb import Placement
 from dspark_jax.parallel.mesh import make_mesh
@@ -48,8 +48,11 @@ def test_names_that_need_no_file(name, scheduler):
 
 @pytest.mark.parametrize(
     ("name", "make"),
-    [("early-stop", EarlyStop), ("stale-size", StaleSize), ("stale-size:1", lambda cost: StaleSize(cost, 1))],
-)
+    [
+        ("early-stop", EarlyStop), ("stale-size", StaleSize), ("stale-size:1", lambda cost: StaleSize(cost, 1)),
+        ("stale-rate", StaleRate), ("stale-rate:3", lambda cost: StaleRate(cost, 3)),
+    ],
+)  # fmt: skip
 def test_names_with_their_files(files, table, name, make):
     source = schedule_source(name, **files)
     assert source is not None and source.buckets == (4, 12, 32)

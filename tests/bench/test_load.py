@@ -14,7 +14,7 @@ import pytest
 
 from dspark_jax import ConfigError, cli
 from dspark_jax.bench import load, load_run
-from dspark_jax.bench.contest import Contest
+from dspark_jax.bench.contest import PAST, WEIGHING, Contest
 from dspark_jax.bench.load import Settings
 from dspark_jax.bench.load_models import Empty, Model, Texts
 from dspark_jax.bench.load_report import comparison, competitor, table, verdict
@@ -24,7 +24,16 @@ from dspark_jax.decode.calibrate import Rounds
 from dspark_jax.decode.protocols import Proposal
 from dspark_jax.decode.round import init_requests
 from dspark_jax.decode.sampling import SamplingParams, SamplingState
-from dspark_jax.decode.schedule import EarlyStop, FixedLength, Schedule, StaleSize, StepCost, Threshold, bucket_sizes
+from dspark_jax.decode.schedule import (
+    EarlyStop,
+    FixedLength,
+    Schedule,
+    StaleRate,
+    StaleSize,
+    StepCost,
+    Threshold,
+    bucket_sizes,
+)
 from dspark_jax.decode.verify import speculative_sample
 from dspark_jax.parallel.mesh import make_mesh
 from dspark_jax.parallel.ring import RingConfig
@@ -42,15 +51,17 @@ def recording(count: int = 400) -> Rounds:
 
 
 def test_every_competitor_chooses_what_its_scheduler_chooses_alone():
-    buckets, seconds = bucket_sizes(SLOTS, GAMMA, [8, 12]), [1.0, 1.25, 1.5]
-    cost = StepCost(tuple(seconds[next(i for i, b in enumerate(buckets) if n <= b)] for n in range(buckets[-1] + 1)))
-    contest = Contest.of(SLOTS, GAMMA, (1, 2, 3), 0.6, (0.5, 1.5, 3.0))
-    assert contest.buckets == buckets
-    alone = [FixedLength(1), FixedLength(2), FixedLength(3), Threshold(0.6), EarlyStop(cost), StaleSize(cost)]
+    seconds = [0.8, 1.0, 1.25, 1.5]  # of 0 … 3 drafts of each; linear between them
+    cost = StepCost(tuple(np.interp(range(17), [4, 8, 12, 16], seconds).tolist()))
+    contest = Contest.of(SLOTS, GAMMA, (1, 3), 0.6, (0.5, 1.5, 3.0))
+    assert contest.buckets == bucket_sizes(SLOTS, GAMMA, [8])
+    assert contest.names == ("fixed:1", "fixed:3", "threshold:0.6", "early-stop", "stale-size", "stale-rate")
+    alone = [FixedLength(1), FixedLength(3), Threshold(0.6), EarlyStop(cost), StaleSize(cost), StaleRate(cost)]
+    named = dict(zip(contest.names, alone, strict=True)) | {f"fixed:{n}": FixedLength(n) for n in (0, 2)}
     step, seen = jax.jit(contest.step), set()
-    for name, scheduler in zip(contest.names, alone, strict=True):
+    for name, scheduler in named.items():
         own = Schedule(scheduler, (0.5, 1.5, 3.0))
-        ours, theirs = jnp.asarray(contest.orders(name, seconds, SLOTS, GAMMA), jnp.float32), own.init(SLOTS, GAMMA)
+        ours, theirs = jnp.asarray(contest.orders(name, seconds, SLOTS), jnp.float32), own.init(SLOTS, GAMMA)
         rng = np.random.default_rng(1)
         for _ in range(12):
             requests = dataclasses.replace(
@@ -65,9 +76,9 @@ def test_every_competitor_chooses_what_its_scheduler_chooses_alone():
             want, theirs = own.step(requests, committed, theirs)
             np.testing.assert_array_equal(got.num_drafts, want.num_drafts)
             seen.add((name, *np.asarray(got.num_drafts).tolist()))
-        np.testing.assert_array_equal(ours[:, 2:], contest.orders(name, seconds, SLOTS, GAMMA)[:, 2:].astype(np.float32))
+        np.testing.assert_array_equal(ours[:, PAST:], contest.orders(name, seconds, SLOTS)[:, PAST:].astype(np.float32))
     sizes = {name: {sum(lengths) for other, *lengths in seen if other == name} for name in contest.names}
-    assert len(sizes["stale-size"]) > 3 and len(sizes["early-stop"]) > 3
+    assert all(len(sizes[name]) > 3 for name in WEIGHING)
 
 
 class Drafts:
@@ -211,7 +222,7 @@ def settings(*concurrency: int, rounds: int, lengths=(2, 3)) -> Settings:
 def check(found: dict, requests: int, pipe: int = 1, lengths=(2, 3)) -> None:
     (point,) = [p for p in found["points"] if p["requests"] == requests]
     each = point["competitors"]
-    assert list(each) == ["plain", *(f"fixed:{n}" for n in lengths), "threshold:0.5", "early-stop", "stale-size"]
+    assert list(each) == ["plain", *(f"fixed:{n}" for n in lengths), "threshold:0.5", *WEIGHING]
     assert each["plain"]["tokens_per_round"] == 1 and each["plain"]["verified_per_round"] == 0
     assert all(each[f"fixed:{n}"]["verified_per_round"] == n for n in lengths)
     assert each["threshold:0.5"]["verified_per_round"] < 3
@@ -220,7 +231,7 @@ def check(found: dict, requests: int, pipe: int = 1, lengths=(2, 3)) -> None:
         for run in one["runs"]:
             assert run["rounds"] == requests * run["ticks"] / pipe and run["seconds"] > 0
             assert run["tokens"] == run["rounds"] + run["accepted"] and run["accepted"] <= run["verified"]
-    assert len(point["step_seconds"]) == len(point["buckets"]) == len(lengths) and min(point["step_seconds"]) > 0
+    assert len(point["buckets"]) == len(lengths) and len(point["step_seconds"]) == 4 and min(point["step_seconds"]) > 0
 
 
 @pytest.mark.long

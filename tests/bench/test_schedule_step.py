@@ -13,7 +13,7 @@ def test_every_kind_is_timed_for_every_size(capsys):
     found = json.loads(capsys.readouterr().out)["microseconds"]
     assert list(found) == ["2", "4"]
     for each in found.values():
-        assert list(each) == ["fixed", "threshold", "early-stop", "stale-size"]
+        assert list(each) == ["fixed", "threshold", "early-stop", "stale-size", "stale-rate"]
         assert all(math.isfinite(us) for us in each.values())
 
 

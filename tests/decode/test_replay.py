@@ -5,7 +5,7 @@ import pytest
 
 from dspark_jax.decode.calibrate import Rounds
 from dspark_jax.decode.replay import replay
-from dspark_jax.decode.schedule import EarlyStop, FixedLength, Schedule, StaleSize, StepCost, Threshold
+from dspark_jax.decode.schedule import EarlyStop, FixedLength, Schedule, StaleRate, StaleSize, StepCost, Threshold
 from dspark_jax.errors import ConfigError
 
 GAMMA = 3
@@ -31,7 +31,7 @@ def test_a_threshold_sees_calibrated_confidences():
     assert abs(found.tokens - kept.mean()) < 5 * kept.std() / np.sqrt(4000)
 
 
-@pytest.mark.parametrize("kind", [EarlyStop, StaleSize])
+@pytest.mark.parametrize("kind", [EarlyStop, StaleSize, StaleRate])
 def test_the_load_decides_what_drafts_are_worth(kind):
     """A step of up to 16 rows takes as long as one of one row; behind that every row costs."""
     cost = StepCost(tuple(float(max(n, 16)) for n in range(100)))

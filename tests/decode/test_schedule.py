@@ -17,6 +17,7 @@ from dspark_jax.decode.schedule import (
     FixedLength,
     Schedule,
     Scheduler,
+    StaleRate,
     StaleSize,
     StepCost,
     Threshold,
@@ -105,7 +106,7 @@ def test_the_size_is_chosen_by_the_older_round_and_the_drafts_by_todays():
     stale[:, 0] = 0  # the last round would have chosen 0
     assert int(StaleSize(STAIRS).size(block_of(today, stale=stale))) == 5
     assert lengths(StaleSize(STAIRS), block_of(today, stale=stale)) == [3, 0, 2]
-    assert int(StaleSize(STAIRS, lag=1).size(block_of(today, stale=stale))) == 0
+    assert int(StaleSize(STAIRS, lag=1, memory=1).size(block_of(today, stale=stale))) == 0
 
 
 # The paper's appendix A: one request, gamma = 2; and the same with other numbers.
@@ -212,7 +213,7 @@ def test_early_stop_is_algorithm_1():
 
 RULED: dict[str, Scheduler] = {
     "fixed": FixedLength(2), "threshold": Threshold(0.5), "early stop": EarlyStop(RISING), "stale": StaleSize(RISING),
-    "stale by one": StaleSize(BROAD := StepCost((*[1.0] * 5, *[1.6] * 4, *[1.9] * 16)), lag=1),
+    "stale rate": StaleRate(RISING), "stale by one": StaleSize(BROAD := StepCost((*[1.0] * 5, *[1.6] * 4, *[1.9] * 16)), lag=1),
 }  # fmt: skip
 
 
@@ -256,14 +257,101 @@ def test_idle_slots_hold_anything_and_count_for_nothing(name):
 
 def test_no_active_slot_verifies_nothing():
     block = Block(jnp.ones((2, 3)), jnp.zeros(2, jnp.int32), jnp.zeros(2, bool), jnp.ones((2, 2, 3)))
-    for scheduler in (*RULED.values(), EarlyStop(PAPER), StaleSize(PAPER)):
+    for scheduler in (*RULED.values(), EarlyStop(PAPER), StaleSize(PAPER), StaleRate(PAPER)):
         assert lengths(scheduler, block) == [0, 0]
 
 
 def test_a_batch_behind_the_tables_end_is_never_planned():
     block = block_of([[1.0, 1.0, 1.0]] * 2)
     flat = StepCost((0, 1, 1, 1, 1))  # up to four rows; free until then
-    assert lengths(EarlyStop(flat), block) == lengths(StaleSize(flat), block) == [1, 1]
+    for kind in (EarlyStop, StaleSize, StaleRate):
+        assert lengths(kind(flat), block) == [1, 1]
+
+
+# What earlier blocks promised.
+
+
+def tokens_of(scheduler: StaleSize, block: Block) -> np.ndarray:
+    return np.asarray(jax.jit(lambda b: scheduler.expected(b).tokens)(block))
+
+
+def test_few_requests_are_judged_by_the_mean_of_many_rounds():
+    flat = StepCost((1.0,) * 400)
+    old = np.float32([[[0.1, 0.0], [0.9, 0.5], [0.7, 0.1], [0.2, 0.0]]])  # one slot, newest first
+    block = block_of([[0.5, 0.5]], stale=old)
+    assert tokens_of(StaleSize(flat, lag=1, memory=2), block) == pytest.approx([1, 1.5, 1.75])
+    assert tokens_of(StaleSize(flat, memory=2), block) == pytest.approx([1, 1.8, 2.1])
+    assert tokens_of(StaleSize(flat, memory=9), block) == pytest.approx([1, 1.6, 1.8])
+    assert tokens_of(StaleSize(flat), block_of([[0.5, 0.5]])) == pytest.approx([1, 2, 3])  # nothing is known
+    # Rounds are ordered one by one: two requests that take turns are two drafts worth while in every round.
+    turns = np.float32([[[0, 0], [0.9, 0.8], [0, 0]], [[0, 0], [0, 0], [0.9, 0.8]]])
+    assert tokens_of(StaleSize(flat), block_of([[0.5, 0.5]] * 2, stale=turns)) == pytest.approx([2, 2.9, 3.7, 3.7, 3.7])
+    # 64 blocks are enough: with 40 requests two rounds, with 64 one.
+    for requests, mean in ((40, 0.5), (63, 0.5), (64, 0.75)):
+        many = block_of([[0.5]] * requests, stale=np.tile(np.float32([[0], [0.75], [0.25], [0.01]]), (requests, 1, 1)))
+        assert tokens_of(StaleSize(flat), many)[-1] == pytest.approx(requests * (1 + mean))
+
+
+def test_a_young_requests_blocks_are_repeated():
+    """The history is ones where a request had no block; a block that was sure of itself is none of these."""
+    schedule = Schedule(StaleSize(StepCost((1.0,) * 9), memory=3))
+    requests, stale = requests_of(np.full((2, 3), 40.0), [3, 3], [2, 9]), schedule.init(2, 3)
+    step = jax.jit(schedule.step)
+    for logit, emitted in ((40.0, 1), (0.0, 2), (0.0, 3)):
+        requests = replace(requests, confidence=jnp.full((2, 3), logit), emitted=jnp.asarray([emitted, 9]))
+        _, stale = step(requests, jnp.ones(2, jnp.int32), stale)
+    stale = stale.at[1, 2:].set(jnp.asarray([[0.5, 0.5, 0.5], [0.5, 0.25, 0.25]]))  # slot 1 has a longer past
+    sure, even = [1, 1, 1], [0.5, 0.25, 0.125]
+    # Of slot 0 two blocks are two rounds old or older: the even one, the sure one, and the even one again.
+    first, other = np.sort([even, sure, even]), np.sort([even, [0.5] * 3, [0.5, 0.25, 0.25]])
+    rounds = np.sort(np.concatenate([first, other], axis=1))[:, ::-1]
+    block = block_of(np.full((2, 3), 0.5), stale=np.asarray(stale))
+    assert tokens_of(StaleSize(StepCost((1.0,) * 9), memory=3), block) == pytest.approx(2 + np.r_[0, rounds.mean(0).cumsum()])
+
+
+# Algorithm 1 with foresight.
+
+
+def thresholds_of(cost: StepCost, requests: int, gains: np.ndarray) -> list[float]:
+    """Straight from the docstring: what going on from k drafts must be worth, the least over where to stop."""
+    tokens = requests + np.r_[0, gains.cumsum()]
+    seconds = np.asarray(cost.rows[requests:])[: len(gains) + 1] + cost.requests[-1]
+    price = max(tokens / seconds)
+    return [
+        min(price * (seconds[j] - seconds[k]) * gains[k] / gains[k:j].sum() for j in range(k + 1, len(gains) + 1))
+        for k in range(len(gains))
+    ]
+
+
+def test_the_thresholds_of_the_worked_example():
+    block = block_of(THREE, stale=stale_of(THREE))
+    gains = np.sort(np.asarray(survival(jnp.asarray(THREE))).ravel())[::-1].astype(np.float64)
+    for cost in (STAIRS, JAGGED, StepCost(tuple(1 + 0.05 * n for n in range(13)))):
+        np.testing.assert_allclose(StaleRate(cost).thresholds(block), thresholds_of(cost, 3, gains), atol=1e-5)
+
+
+def test_foresight_passes_a_cliff_and_stops_at_todays_doubts():
+    old = stale_of(THREE)
+    assert lengths(EarlyStop(JAGGED), block_of(THREE, stale=old)) == [0, 0, 0]
+    assert lengths(StaleRate(JAGGED), block_of(THREE, stale=old)) == [2, 0, 3]  # as the whole search, from equal confidences
+    assert lengths(StaleRate(JAGGED), block_of(np.asarray(THREE) * 0.2, stale=old)) == [0, 0, 0]
+    # What would be verified does not depend on what today's block promises behind the cliff, but on what earlier ones did.
+    alone = old * (np.arange(9).reshape(3, 1, 3) == 6)  # there was one draft that was worth .95, and the cliff takes 1.1
+    assert lengths(StaleRate(JAGGED), block_of(THREE, stale=alone)) == [0, 0, 0]
+
+
+def test_foresight_lets_today_decide_how_many():
+    """A draft must promise .63: .3 s at 2.1 tokens a second, from five drafts in 3.4 s."""
+    slope, old = StepCost(tuple(1 + 0.3 * n for n in range(13))), stale_of(THREE)
+    for today, expected in (([1, 0.1, 0.1], [1, 0, 1]), ([1, 1, 1.1], [2, 0, 3]), ([1, 1.24, 1.18], [2, 0, 3])):
+        block = block_of(np.minimum(np.asarray(THREE) * today, 1), stale=old)
+        assert lengths(StaleRate(slope), block) == expected
+        assert sum(lengths(StaleSize(slope), block)) == 5
+
+
+def test_equal_blocks_are_not_worth_an_equal_price():
+    even = StepCost((0, 1, 2, 3))
+    assert lengths(StaleRate(even), block_of([[1.0, 1.0]])) == [0]
 
 
 # The schedule: calibration, and the history by slot.
@@ -344,6 +432,24 @@ def test_ranks_agree_on_the_size_and_choose_among_their_own():
     assert size[0] == np.argmax((tokens / np.asarray([cost.rows[3 + k] for k in range(16)]))[: most + 1])
 
 
+def test_thresholds_are_those_of_all_ranks_together():
+    rng = np.random.default_rng(7)
+    blocks = [replace(random_block(rng, slots=3), room=np.full(3, 5, np.int32)) for _ in range(2)]
+    whole = jax.tree.map(lambda *x: jnp.concatenate(x), *blocks)
+    old = [np.sort(np.asarray(b.stale[:, 1]).ravel())[::-1] for b in blocks]
+    expected = thresholds_of(RISING, 3, np.maximum((old[0] + old[1]) / 2, 1e-9).astype(np.float64))
+    found = jax.jit(jax.shard_map(
+        lambda b: StaleRate(RISING).thresholds(b, EXPERT), mesh=make_mesh(1, 2, jax.devices()[:2]), in_specs=P(EXPERT),
+        out_specs=P(EXPERT), check_vma=False,
+    ))(whole)  # fmt: skip
+    chosen, _, _ = across(StaleRate(RISING), whole, 2)
+    some = slice(0, int(((old[0] + old[1]) > 0).sum()))
+    for own, lengths_here, block in zip(np.split(np.asarray(found), 2), np.split(chosen, 2), blocks, strict=True):
+        np.testing.assert_allclose(own[some], expected[some], rtol=2e-4)
+        today = np.sort(np.asarray(survival(jnp.asarray(block.confidence))).ravel())[::-1]
+        assert ((today > own) & (today > 0)).cumprod().sum() == lengths_here.sum()
+
+
 def test_b44_small_differences_between_ranks_do_not_part_the_sizes():
     """Equal rows on every rank, apart from the last bits of the confidences."""
     c = np.tile(np.float32(THREE), (2, 1))
@@ -374,6 +480,7 @@ def test_buckets():
     (lambda: FixedLength(-1), "length is -1; expected an integer >= 0"),
     (lambda: Threshold(1.5), "threshold is 1.5; expected a number <= 1"),
     (lambda: StaleSize(PAPER, lag=0), "lag is 0; expected at least 1"),
+    (lambda: StaleRate(PAPER, lag=0, memory=0), r"StaleRate: 2 faults\n.*lag is 0.*\n.*memory is 0; expected at least 1"),
     (lambda: StepCost(()), "rows is empty"),
     (lambda: StepCost((0, 1, -1)), r"rows\[2\] = -1; expected finite seconds"),
     (lambda: StepCost((0, 0, 1)), r"rows\[1\] gives a step of no time"),

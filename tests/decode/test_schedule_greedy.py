@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.decode.schedule import EarlyStop, FixedLength, Schedule, StaleSize, StepCost, Threshold
+from dspark_jax.decode.schedule import EarlyStop, FixedLength, Schedule, StaleRate, StaleSize, StepCost, Threshold
 from dspark_jax.testing import LookupTarget
 from helpers.scheduling import KeyedDrafter, Plan, Retrospective, decode
 from helpers.speculation import state
@@ -16,6 +16,7 @@ PLANS = {
     "threshold": Plan(Schedule(Threshold(0.5))),
     "early stop": Plan(Schedule(EarlyStop(StepCost(tuple(0.6 + 0.1 * rows for rows in range(17))))), 4),
     "stale size": Plan(Schedule(StaleSize(COST)), 4),
+    "stale rate": Plan(Schedule(StaleRate(COST)), 4),
     "calibrated": Plan(Schedule(StaleSize(COST, lag=1), (0.5, 1.5, 3.0)), 4),
     "retrospective": Plan(Schedule(Retrospective(COST)), 4),  # spoils a law, but a greedy text has none to spoil
 }

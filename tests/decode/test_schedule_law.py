@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.decode.schedule import EarlyStop, FixedLength, Schedule, StaleSize, StepCost, Threshold
+from dspark_jax.decode.schedule import EarlyStop, FixedLength, Schedule, StaleRate, StaleSize, StepCost, Threshold
 from dspark_jax.testing import LookupTarget
 from helpers.scheduling import KeyedDrafter, Plan, Retrospective, decode
 from helpers.speculation import state
@@ -35,6 +35,8 @@ LAWFUL = {
     "stale size": Plan(Schedule(StaleSize(VALLEY))),
     "stale size of the last round": Plan(Schedule(StaleSize(VALLEY, lag=1))),
     "stale size, 3 slots": Plan(Schedule(StaleSize(CLIFF)), 3),
+    "stale rate of the last rounds": Plan(Schedule(StaleRate(VALLEY, lag=1))),
+    "stale rate, 3 slots": Plan(Schedule(StaleRate(CLIFF)), 3),
 }
 UNLAWFUL = {
     "retrospective": Plan(Schedule(Retrospective(VALLEY))),

@@ -16,7 +16,7 @@ from dspark_jax.checkpoint.layout import skeleton
 from dspark_jax.config import DraftConfig
 from dspark_jax.decode import noise
 from dspark_jax.decode.sampling import SamplingParams
-from dspark_jax.decode.schedule import EarlyStop, FixedLength, Schedule, StaleSize, StepCost, Threshold
+from dspark_jax.decode.schedule import EarlyStop, FixedLength, Schedule, StaleRate, StaleSize, StepCost, Threshold
 from dspark_jax.decode.state import Requests
 from dspark_jax.decode.verify import REJECTION
 from dspark_jax.parallel.mesh import make_mesh
@@ -43,12 +43,12 @@ class BySeed(Schedule):
 
     choices: tuple[Schedule, ...] = ()
 
-    def init(self, slots: int, gamma: int) -> Float[Array, "R lag gamma"]:
-        return jnp.ones((slots, max(choice.scheduler.lag for choice in self.choices), gamma), jnp.float32)
+    def init(self, slots: int, gamma: int) -> Float[Array, "R history gamma"]:
+        return jnp.ones((slots, max(choice.scheduler.history for choice in self.choices), gamma), jnp.float32)
 
     def step(
-        self, requests: Requests, committed: Int[Array, "R"], stale: Float[Array, "R lag gamma"], axis: str | None = None
-    ) -> tuple[Requests, Float[Array, "R lag gamma"]]:
+        self, requests: Requests, committed: Int[Array, "R"], stale: Float[Array, "R history gamma"], axis: str | None = None
+    ) -> tuple[Requests, Float[Array, "R history gamma"]]:
         seed = jnp.max(jnp.where(requests.active, requests.sampling.seed, 0)).astype(jnp.int32)
         seed = seed if axis is None else jax.lax.pmax(seed, axis)
         steps = [functools.partial(choice.step, axis=axis) for choice in self.choices]
@@ -63,6 +63,7 @@ def schedules(slots: int) -> dict[str, Schedule]:
         "threshold": Schedule(Threshold(0.5)),
         "early stop": Schedule(EarlyStop(StepCost(tuple(1 + 0.1 * n for n in range(slots * (GAMMA + 1) + 1))))),
         "stale size": Schedule(StaleSize(cost), (0.5, 1.5, 3.0)),
+        "stale rate": Schedule(StaleRate(cost), (0.5, 1.5, 3.0)),
     }
 
 

@@ -26,7 +26,7 @@ class Retrospective:
     cost: StepCost
 
     @property
-    def lag(self) -> int:
+    def history(self) -> int:
         return 0
 
     def lengths(self, block: Block, axis: str | None = None) -> Int[Array, "R"]:
@@ -89,7 +89,7 @@ class Plan:
         return jax.tree.map(lambda x: x.reshape(slots, *x.shape[2:]), planned)
 
 
-LAG = 2  # of the history that every plan gets
+HISTORY = 5  # blocks that every plan may look back on
 
 
 def _decode(target, drafter, sampling, prompt, choice, plans: tuple[Plan, ...], ticks: int, verify: str):
@@ -112,7 +112,7 @@ def _decode(target, drafter, sampling, prompt, choice, plans: tuple[Plan, ...], 
         requests, stale = plan(state.requests, emission.count, stale)
         return (replace(state, requests=requests), stale, tokens), emission.verified
 
-    start = (state, jnp.ones((slots, LAG, gamma)), jnp.full((slots, width + 1), -1))
+    start = (state, jnp.ones((slots, HISTORY, gamma)), jnp.full((slots, width + 1), -1))
     (_, _, tokens), verified = jax.lax.scan(one, start, None, length=ticks)
     return tokens[:, :width], verified
 

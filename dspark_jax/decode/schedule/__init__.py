@@ -8,7 +8,7 @@ from dspark_jax.decode.schedule.buckets import bucket_index, bucket_sizes, packe
 from dspark_jax.decode.schedule.cost import StepCost, expected_rate
 from dspark_jax.decode.schedule.interface import Block, Schedule, Scheduler, survival
 from dspark_jax.decode.schedule.ordered import Ordered
-from dspark_jax.decode.schedule.production import StaleSize
+from dspark_jax.decode.schedule.production import StaleRate, StaleSize
 from dspark_jax.decode.schedule.threshold import FixedLength, Threshold
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Ordered",
     "Schedule",
     "Scheduler",
+    "StaleRate",
     "StaleSize",
     "StepCost",
     "Threshold",

@@ -30,7 +30,7 @@ class EarlyStop:
     cost: StepCost
 
     @property
-    def lag(self) -> int:
+    def history(self) -> int:
         return 0
 
     def lengths(self, block: Block, axis: str | None = None) -> Int[Array, "R"]:

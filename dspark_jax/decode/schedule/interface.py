@@ -13,11 +13,14 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.decode.state import Requests
 from dspark_jax.errors import ConfigError, raise_all
+
+_BELOW_1 = float(np.nextafter(np.float32(1), np.float32(0)))
 
 
 @struct.dataclass
@@ -28,13 +31,13 @@ class Block:
       confidence: calibrated P(draft j survives | the drafts before it did), in [0, 1].
       room: the most drafts of a slot that may be verified; 0 where the slot is not `active`.
       active: slots that take part in the next round.
-      stale: survivals of the slot's last `lag` blocks, newest first; 1 where its request had none.
+      stale: survivals of the slot's last `history` blocks, newest first; 1 where its request had none, and below 1 otherwise.
     """
 
     confidence: Float[Array, "R gamma"]
     room: Int[Array, "R"]
     active: Bool[Array, "R"]
-    stale: Float[Array, "R lag gamma"]
+    stale: Float[Array, "R history gamma"]
 
     @property
     def candidates(self) -> Bool[Array, "R gamma"]:
@@ -46,7 +49,7 @@ class Scheduler(Protocol):
     """A frozen, hashable object: its settings are constants of the compiled program."""
 
     @property
-    def lag(self) -> int:
+    def history(self) -> int:
         """How many earlier blocks' survivals it wants in `Block.stale`."""
         ...
 
@@ -88,9 +91,9 @@ class Schedule:
         bad = [t for t in self.temperatures or () if not (math.isfinite(t) and t > 0)]
         raise_all(ConfigError, "temperatures", [f"{t!r}; expected finite numbers above 0" for t in bad])
 
-    def init(self, slots: int, gamma: int) -> Float[Array, "R lag gamma"]:
+    def init(self, slots: int, gamma: int) -> Float[Array, "R history gamma"]:
         """The history of idle slots."""
-        return jnp.ones((slots, self.scheduler.lag, gamma), jnp.float32)
+        return jnp.ones((slots, self.scheduler.history, gamma), jnp.float32)
 
     def confidence(self, logits: Float[Array, "R gamma"]) -> Float[Array, "R gamma"]:
         """Calibrated probabilities.
@@ -111,9 +114,9 @@ class Schedule:
         self,
         requests: Requests,
         committed: Int[Array, "R"],
-        stale: Float[Array, "R lag gamma"],
+        stale: Float[Array, "R history gamma"],
         axis: str | None = None,
-    ) -> tuple[Requests, Float[Array, "R lag gamma"]]:
+    ) -> tuple[Requests, Float[Array, "R history gamma"]]:
         """Sets `num_drafts` of the slots that have just drafted; call it behind `decode.round.advance`.
 
         requests: as `advance` left them, with `num_drafts` at the most that the context allows. committed:
@@ -128,5 +131,6 @@ class Schedule:
         block = Block(confidence, jnp.where(drafted, requests.num_drafts, 0), drafted, stale)
         chosen = self.scheduler.lengths(block, axis)
         requests = dataclasses.replace(requests, num_drafts=jnp.where(drafted, chosen, requests.num_drafts))
-        pushed = jnp.concatenate([survival(confidence)[:, None], stale], axis=1)[:, : stale.shape[1]]
+        today = jnp.minimum(survival(confidence), _BELOW_1)[:, None]
+        pushed = jnp.concatenate([today, stale], axis=1)[:, : stale.shape[1]]
         return requests, jnp.where(drafted[:, None, None], pushed, stale)

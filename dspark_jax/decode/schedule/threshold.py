@@ -27,7 +27,7 @@ class FixedLength:
             raise ConfigError(f"length is {self.length!r}; expected an integer >= 0, or None for the whole block")
 
     @property
-    def lag(self) -> int:
+    def history(self) -> int:
         return 0
 
     def lengths(self, block: Block, axis: str | None = None) -> Int[Array, "R"]:
@@ -53,7 +53,7 @@ class Threshold:
             raise ConfigError(f"threshold is {self.threshold!r}; expected a number <= 1 (0 or less: the whole block)")
 
     @property
-    def lag(self) -> int:
+    def history(self) -> int:
         return 0
 
     def lengths(self, block: Block, axis: str | None = None) -> Int[Array, "R"]:
