@@ -33,7 +33,7 @@ def kernels(
 
 @guarded
 def round_(
-    model: Annotated[str, typer.Option(help="v4-flash, v4-pro, a shipped model, or a folder with config.json.")] = "nano",
+    model: Annotated[str, typer.Option(help="v4-flash, v4-pro, qwen3-4b, a shipped model, or a config.json folder.")] = "nano",
     layers: Annotated[int | None, typer.Option(help="Only the first layers of the target; all by default.")] = None,
     batch: Annotated[str, typer.Option(help="Requests side by side, with commas between them.")] = "1",
     context: Annotated[int, typer.Option(help="Positions in front of a request.")] = 512,
@@ -43,21 +43,35 @@ def round_(
     count_experts: Annotated[
         bool, typer.Option("--count-experts", help="Count the experts that rows visit, for the floor: twice the compilation.")
     ] = False,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    deepspec: Annotated[
+        Path | None, typer.Option(envvar="DSPARK_DEEPSPEC", help="A DeepSpec checkout: its round beside qwen3-4b's.")
+    ] = None,
+    peers: Annotated[
+        str, typer.Option(help='Others to time before: transformers, deepspec, compiled (slow: torch.compile); or "none".')
+    ] = "transformers,deepspec",
     out: OutOption = None,
 ) -> None:
     """Time and profile a decoding round and a plain step of a model with random weights, on one device."""
     from dspark_jax.bench import records
+    from dspark_jax.bench.peers import NAMES
     from dspark_jax.bench.round import Settings, run
 
+    chosen = () if peers == "none" else tuple(word.strip() for word in peers.split(","))
     faults, words = [], [word.strip() for word in batch.split(",")]
     if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
         faults.append(f"--batch is {batch!r}; expected positive integers with commas between them")
     if weights not in ("dequantised", "quantised"):
         faults.append(f"--weights is {weights!r}; expected dequantised or quantised")
+    if unknown := [name for name in chosen if name not in NAMES]:
+        faults.append(f"--peers has {', '.join(map(repr, unknown))}; expected {', '.join(NAMES)}, or none")
     raise_all(ConfigError, "bench round", faults)
     records.check_out(out)
     batches = tuple(sorted({int(word) for word in words}))
-    settings = Settings(model, batches, layers, context, dtype, weights == "quantised", recorded, count_experts)
+    settings = Settings(
+        model, batches, layers, context, dtype, weights == "quantised", recorded, count_experts, temperature, chosen,
+        deepspec,
+    )  # fmt: skip
     found, missing = run(settings, out)
     print(records.table(found))
     if missing:

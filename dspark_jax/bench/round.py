@@ -1,6 +1,7 @@
 """A decoding round and a plain step of the ring's program, against the time that reading their bytes takes.
 
     dspark-jax bench round --model v4-flash --layers 4 --batch 1,8,64 --context 1024 --out round.json
+    dspark-jax bench round --model qwen3-4b --temperature 0 --deepspec DeepSpec --out round.json
 
 The model has the shapes of a configuration, its first layers and all its draft stages, and random weights, made once on the
 device and shared by all programs. Requests begin behind an empty context; their first tokens and seeds differ, so that rows
@@ -11,8 +12,11 @@ The floor is what must be read: the weights of the experts that rows visit, all 
 (verification and draft), the sequential head's second matrix once a draft, and the caches; over the read rate of a skinny
 product measured in the same run. Activations, logits and products are not in it. How many experts rows visit is counted with
 --count-experts, and otherwise what `CostModel` expects. On a CPU there are times only.
+
+Before all that, other programs do the same work on the device, each in a process of its own (`bench.peers`).
 """
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -22,9 +26,13 @@ from typing import Any
 
 import jax
 
+from dspark_jax.bench.dense_round import DENSE_SHAPES, dense_bytes
+from dspark_jax.bench.peers import Times, check_deepspec, measure_peers, peers_of
 from dspark_jax.bench.records import merge, record
 from dspark_jax.bench.round_programs import Measured, Program, Subject, bytes_of, first_line, make_programs, measure, say
 from dspark_jax.config import DraftConfig, TargetConfig
+from dspark_jax.config_dense import DenseConfig
+from dspark_jax.config_drafter import StandaloneConfig
 from dspark_jax.decode.rounds_file import read_rounds
 from dspark_jax.errors import ConfigError, raise_all
 from dspark_jax.parallel import leaves
@@ -41,7 +49,7 @@ class Settings:
     """What is measured.
 
     Attributes:
-      model: preset, shipped model, or folder with config.json; weights are random.
+      model: preset, "qwen3-4b", shipped model, or folder with config.json; weights are random.
       batches: requests side by side, ascending.
       layers: the first so many of the target; None is all.
       context: positions in front of a request.
@@ -49,6 +57,9 @@ class Settings:
       quantised: experts are fp4 codes.
       recorded: file of recorded rounds, from which acceptance is drawn.
       count_experts: count the experts that rows visit, in programs of their own, for the floor.
+      temperature: of all requests; 0 is greedy.
+      peers: other programs to time, of `peers.NAMES`, where they can be imported.
+      deepspec: folder of a DeepSpec checkout, a peer of dense models.
     """
 
     model: str
@@ -59,32 +70,49 @@ class Settings:
     quantised: bool = False
     recorded: Path | None = None
     count_experts: bool = False
+    temperature: float = 1.0
+    peers: tuple[str, ...] = ()
+    deepspec: Path | None = None
 
 
-def subject(settings: Settings) -> Subject:
-    """Raises DSparkError for a model that is not there or has no drafter, and naming every impossible size."""
-    config, draft = model_configs(settings.model)
+def subject(settings: Settings, cpu: bool | None = None) -> Subject:
+    """The model and its sizes; `cpu` says what it runs on, by default JAX's first device.
+
+    Raises DSparkError for a model that is not there or has no drafter, and naming every impossible size.
+    """
+    dense = settings.model in DENSE_SHAPES
+    config, draft = DENSE_SHAPES[settings.model]() if dense else model_configs(settings.model)
     if draft is None:
         raise ConfigError(f"--model {settings.model} has no drafter; choose one with dspark_* in its config.json")
-    cpu = jax.devices()[0].platform == "cpu"
+    cpu = jax.devices()[0].platform == "cpu" if cpu is None else cpu
     dtype = settings.dtype or ("float32" if cpu else "bfloat16")
     whole = config.num_hidden_layers
     layers = whole if settings.layers is None else settings.layers
     faults = []
-    if not 1 <= layers <= whole:
+    if dense:
+        others = {"--layers": layers != whole, "--weights quantised": settings.quantised, "--recorded": settings.recorded}
+        others["--count-experts"] = settings.count_experts
+        faults += [f"{name} is for DeepSeek-V4-style models; leave it out" for name, given in others.items() if given]
+    elif not 1 <= layers <= whole:
         faults.append(f"--layers is {layers}; expected 1 … {whole}, the model's")
     if dtype not in ITEM_SIZE:
         faults.append(f"--dtype is {dtype!r}; expected {', '.join(ITEM_SIZE)}")
     if settings.context < 1:
         faults.append(f"--context is {settings.context}; expected at least 1")
+    if not 0 <= settings.temperature < math.inf:
+        faults.append(f"--temperature is {settings.temperature}; expected a finite number >= 0 (0 is greedy)")
+    elif settings.recorded and not settings.temperature:
+        faults.append("--temperature is 0 with --recorded; expected more: recorded acceptance is drawn")
     raise_all(ConfigError, "bench round", faults)
     rounds = None if settings.recorded is None else read_rounds(settings.recorded)
-    config, draft = first_layers(config, draft, layers)
-    if settings.quantised:
-        config = replace(config, expert_weights="fp4")
+    if isinstance(config, TargetConfig):
+        assert isinstance(draft, DraftConfig)
+        config, draft = first_layers(config, draft, layers)
+        config = replace(config, expert_weights="fp4") if settings.quantised else config
     count = "" if layers == whole else f" {layers} layers"
-    name = f"{settings.model}{count}, {'fp4 experts, ' * settings.quantised}{dtype}, context {settings.context}"
-    found = Subject(name, config, draft, dtype, settings.context, rounds, 1 if cpu else 4)
+    greedy = ", greedy" if settings.temperature == 0 else ""
+    name = f"{settings.model}{count}, {'fp4 experts, ' * settings.quantised}{dtype}, context {settings.context}{greedy}"
+    found = Subject(name, config, draft, dtype, settings.context, rounds, 1 if cpu else 4, settings.temperature)
     most = config.max_position_embeddings
     if found.capacity > most:
         raise ConfigError(
@@ -112,6 +140,11 @@ def floor_us(what: Subject, requests: int, drafting: bool, rate: float, visited:
     Args:
       visited: experts that rows visit, by target layer and then draft stage; by default what `CostModel` expects.
     """
+    if isinstance(what.config, DenseConfig):
+        assert isinstance(what.draft, StandaloneConfig)
+        parts = dense_bytes(what.config, what.draft if drafting else None, what.dtype, requests, what.context)
+        return 1e6 * sum(parts.values()) / rate
+    assert isinstance(what.draft, DraftConfig)
     costs = replace(
         CostModel(), read_bandwidth=rate, matmul_rate=1e30, launch=0, logit_passes=0, head_passes=0, grouped_experts=True
     )
@@ -136,6 +169,13 @@ def run(settings: Settings, out: Path | None = None) -> tuple[list[dict[str, Any
 
     Raises DSparkError for bad input, before any device work.
     """
+    check_deepspec(settings.deepspec)
+    peers: Times = {}
+    if settings.peers:
+        # JAX takes most of the device's memory when it is first asked for its devices: peers come before.
+        what = subject(settings, cpu=False)
+        sizes = (settings.batches, settings.context, settings.temperature, settings.deepspec)
+        peers = measure_peers(peers_of(settings.peers, what.config, what.draft, *sizes), say)
     what = subject(settings)
     device = jax.devices()[0]
     found = list[dict[str, Any]]()
@@ -151,20 +191,21 @@ def run(settings: Settings, out: Path | None = None) -> tuple[list[dict[str, Any
             for _, timer in program.timers():
                 timer.free()
             continue
-        found.append(_record(what, program, one, rate))
+        found.append(_record(what, program, one, rate, peers))
         show(found[-1])
         if out is not None:
             merge(out, found[-1:])
     return found, 2 * len(settings.batches) - len(found)
 
 
-def _record(what: Subject, program: Program, one: Measured, rate: float | None) -> dict[str, Any]:
+def _record(what: Subject, program: Program, one: Measured, rate: float | None, peers: Times) -> dict[str, Any]:
     device = jax.devices()[0]
     floor = None if rate is None else floor_us(what, program.requests, program.drafting, rate, one.visited)
     ceiling = None if rate is None else f"{rate / 1e12:.2f} TB/s"
     found = record("round", f"{what.name}, {program.name}", device.device_kind, one.tick_us, floor, ceiling)
     profile, stats = one.profile, device.memory_stats() or {}
     return found | {
+        "peers": dict(peers.get((program.requests, program.drafting), {})),
         "busy_us": profile and round(profile.busy_us, 2),
         "launches": profile and round(profile.launches, 1),
         "kernels": profile and [[k.name, round(k.us, 2), round(k.launches, 1)] for k in profile.kernels[:SHOWN]],

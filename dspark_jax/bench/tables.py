@@ -123,14 +123,24 @@ def _against_jnp(r: Record | None) -> str:
 
 
 def _round(cases: Cases) -> list[str]:
-    rows = []
+    """With the fastest peer where a case has any."""
+    rows, compared = [], any(r["peers"] for r in cases.values())
     for case, r in cases.items():
         memory: Mapping[str, Any] = r["memory"]
         gb = [_number(value and value / 1e9, 2) for value in (memory["peak"], memory["weights"], memory["state"])]
         times = [_number(r[name]) for name in ("time_us", "busy_us", "floor_us")]
-        rows.append([case, *times, _percent(r["fraction"]), _number(r["launches"]), f"{gb[0]} ({gb[1]} + {gb[2]})"])
-    head = ["case", "µs", "busy, µs", "floor, µs", "of the floor", "launches", "GB at the peak (weights + state)"]
-    return _lines(head, rows)
+        peer = [_fastest(r["peers"], r["time_us"])] if compared else []
+        rows.append([case, *times, _percent(r["fraction"]), *peer, _number(r["launches"]), f"{gb[0]} ({gb[1]} + {gb[2]})"])
+    head = ["case", "µs", "busy, µs", "floor, µs", "of the floor", *(["fastest peer, µs"] if compared else []), "launches"]
+    return _lines([*head, "GB at the peak (weights + state)"], rows)
+
+
+def _fastest(peers: Mapping[str, float], us: float) -> str:
+    """Of several programs the fastest, its name in full, and how often ours runs in that time."""
+    if not peers:
+        return "-"
+    name = min(peers, key=peers.__getitem__)
+    return f"{peers[name]:.0f} ({name}; {peers[name] / us:.1f} times ours)"
 
 
 _KINDS: dict[str, Callable[[Cases], list[str]]] = {

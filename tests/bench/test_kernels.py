@@ -42,6 +42,11 @@ def test_other_results_give_another_page(tmp_path):
         "| plain step | 1000 | 900 | 500 | 50 % | 41 | 3.00 (2.00 + 0.50) |",
         "| round | 2001 | - | 1000 | 50 % | 41 | 3.00 (2.00 + 0.50) |",
     ]
+    # With peers there is a column for the fastest of each case.
+    records.merge(path, [result("round", 2000, peers={"DeepSpec": 50000.4, "another one": 60000}, **profile)])
+    assert tables.generate(page, tmp_path).splitlines()[2].split(" | ")[5:7] == ["fastest peer, µs", "launches"]
+    shown = tables.generate(page, tmp_path).splitlines()[4:6]
+    assert [line.split(" | ")[5] for line in shown] == ["-", "50000 (DeepSpec; 25.0 times ours)"]
     records.merge(path, [result("T=8", 3.14, bench="draft_head", peers={"jnp": 7.0})])
     other = tables.generate(page.replace("json round", "json draft_head"), tmp_path)
     assert "| T=8 | 3.1 | 1.6 | 50 % | jnp 7.0 |" in other

@@ -109,9 +109,11 @@ def test_a_gpu_adds_floor_profile_and_peak(monkeypatch):
     timer: Any = SimpleNamespace(params={"w": np.zeros(3, np.float32)}, temporaries=4)
     profile = DeviceProfile(900.126, 41.0, tuple(Kernel(f"k{i}", 1.0, 2.0) for i in range(12)))
     floor = bench.floor_us(what, 8, False, rate, [20, 30])
-    found = bench._record(what, Program(8, False, timer, None), Measured(4 * floor, profile, 1.0, 3, [20, 30]), rate)
+    others = {(8, False): {"transformers": 7.0}, (8, True): {"another": 8.0}}
+    found = bench._record(what, Program(8, False, timer, None), Measured(4 * floor, profile, 1.0, 3, [20, 30]), rate, others)
     assert (found["fraction"], found["ceiling"], found["floor_us"]) == (0.25, "4.00 TB/s", round(floor, 2))
     assert (found["device"], found["busy_us"], found["launches"]) == ("a GPU", 900.13, 41.0)
+    assert found["peers"] == {"transformers": 7.0}
     assert found["kernels"] == [[f"k{i}", 1.0, 2.0] for i in range(10)] and found["visited_experts"] == [20, 30]
     assert found["memory"] == {"weights": 12, "state": 3, "temporaries": 4, "peak": 7}
     bench.show(found)
