@@ -1,4 +1,5 @@
-"""`dspark-jax bench`: load generators and what they measure; kernels and rounds in `cli_bench_kernels`."""
+"""`dspark-jax bench`: load generators and what they measure; `cli_bench_kernels` has kernels and rounds, `cli_bench_decode`
+whole answers."""
 
 import json
 from pathlib import Path
@@ -6,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dspark_jax.cli_bench_decode import decode
 from dspark_jax.cli_bench_kernels import kernels, round_
 from dspark_jax.cli_devices import EmulateOption, MeshOption, PlacementOption, WeightsOption, chosen_mesh, stage_ranges
 from dspark_jax.cli_guard import guarded
@@ -120,6 +122,7 @@ def load(context: typer.Context) -> None:
 
 app.command("kernels", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(kernels)
 app.command("round")(round_)
+app.command("decode")(decode)
 
 
 def check_plot(path: Path) -> None:

@@ -22,6 +22,9 @@ def train(
     prompts: Annotated[
         Path | None, typer.Option(help='JSONL file with a "prompt" on each line; by default the model makes them up.')
     ] = None,
+    openings: Annotated[
+        Path | None, typer.Option(help="JSON list of texts, with which made-up prompts begin in turn; they steer what about.")
+    ] = None,
     head: Annotated[str, typer.Option(help="Sequential head: vanilla, gated, rnn, or none (DFlash).")] = "vanilla",
     block_size: Annotated[int, typer.Option(help="Drafts of a round.")] = 7,
     layers: Annotated[int, typer.Option(help="The drafter's own layers.")] = 2,
@@ -58,7 +61,7 @@ def train(
         block_size=block_size, layers=layers, taps=tuple(_numbers("--taps", taps, int)), head=_HEADS[head],  # type: ignore[arg-type]
         markov_rank=markov_rank, mask_token_id=mask_token, conversations=conversations, prompt_tokens=prompt_tokens,
         answer_tokens=answer_tokens, temperatures=tuple(_numbers("--temperatures", temperatures, float)), steps=steps,
-        batch=batch, anchors=anchors, peak=learning_rate, slots=slots, seed=seed,
+        batch=batch, anchors=anchors, peak=learning_rate, slots=slots, seed=seed, openings=_openings(openings, prompts),
     )  # fmt: skip
     words = None if prompts is None else [p.prompt for p in read_prompts(prompts)]
     chosen = chosen_mesh(mesh, emulate_devices)[1]
@@ -66,6 +69,22 @@ def train(
         print(f"time is up; the same command goes on from {work}", file=sys.stderr)
         raise typer.Exit(3)
     print(json.dumps({"out": str(out), "bytes": sum(file.stat().st_size for file in out.iterdir())}))
+
+
+def _openings(path: Path | None, prompts: Path | None) -> tuple[str, ...]:
+    if path is None:
+        return ("",)
+    if prompts is not None:
+        raise ConfigError("--openings is for prompts that the model makes up; leave it or --prompts out")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--openings: {str(path)!r} cannot be read ({error.strerror}); check the path") from None
+    except ValueError as error:
+        raise ConfigError(f"--openings: {str(path)!r} is not JSON ({error}); expected a list of texts") from None
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise ConfigError(f'--openings: {str(path)!r} holds {found!r:.80}; expected a list of texts, as in ["", "How many"]')
+    return tuple(found)
 
 
 def _numbers(name: str, text: str, kind: type) -> list[Any]:

@@ -132,7 +132,8 @@ class Evaluation:
 
 
 def read_prompts(path: Path, kind: str | None = None) -> list[EvalPrompt]:
-    """Prompts of a JSONL file: one object a line with "prompt" and, if you like, "kind"; `kind` keeps one kind only.
+    """Prompts of a JSONL file: one object a line with "prompt" and, if you like, "kind"; `kind` keeps one kind only. Lines
+    of DeepSpec's form, with "turns", give their first turn.
 
     Raises RequestError that names every faulty line.
     """
@@ -153,9 +154,11 @@ def read_prompts(path: Path, kind: str | None = None) -> list[EvalPrompt]:
             faults.append(f'line {number} is not JSON ({error}); expected an object with "prompt"')
             continue
         prompt = value.get("prompt") if isinstance(value, dict) else None
+        if prompt is None and isinstance(value, dict) and isinstance(turns := value.get("turns"), list) and turns:
+            prompt = turns[0]
         label = value.get("kind", "") if isinstance(value, dict) else ""
         if not isinstance(prompt, str) or not prompt:
-            faults.append(f'line {number} has no "prompt"; expected a text that is not empty')
+            faults.append(f'line {number} has no "prompt"; expected a text that is not empty, or "turns" that begin with one')
         elif not isinstance(label, str):
             faults.append(f"line {number}: kind is {label!r}; expected a text")
         else:

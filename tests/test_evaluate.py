@@ -38,6 +38,17 @@ def nano() -> LM:
     return load("nano")
 
 
+def test_prompt_files_of_deepspec_give_their_first_turns(tmp_path: Path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"turns": ["first", "second"]}\n{"prompt": "own", "turns": ["other"], "kind": "code"}\n')
+    assert read_prompts(file) == [EvalPrompt("first"), EvalPrompt("own", "code")]
+    file.write_text('{"turns": []}\n{"turns": [3]}\n{"turns": "text"}\n')
+    with pytest.raises(RequestError) as error:
+        read_prompts(file)
+    expected = 'has no "prompt"; expected a text that is not empty, or "turns"'
+    assert all(f"line {n} {expected}" in str(error.value) for n in (1, 2, 3))
+
+
 @pytest.mark.long
 def test_counts_of_a_drafter_that_always_agrees(spelling: LM):
     prompts = [EvalPrompt("abc", "up"), EvalPrompt("k", "down"), EvalPrompt("de", "up")]

@@ -53,6 +53,7 @@ class DrafterRecipe:
       conversations: how many the target writes.
       prompt_tokens, answer_tokens: most of a conversation's two parts.
       temperatures: of the answers, in turn.
+      openings: how questions that the model makes up begin, in turn; "": as it likes. They steer what it asks about.
       steps, batch, anchors, peak: optimiser steps, conversations a step, blocks of a conversation, highest learning rate.
       slots: conversations that are written side by side.
       seed: of everything drawn.
@@ -68,6 +69,7 @@ class DrafterRecipe:
     prompt_tokens: int = 128
     answer_tokens: int = 384
     temperatures: tuple[float, ...] = (0.0, 1.0)
+    openings: tuple[str, ...] = ("",)
     steps: int = 10_000
     batch: int = 32
     anchors: int = 64
@@ -83,6 +85,8 @@ class DrafterRecipe:
             faults.append(f"peak is {self.peak}; expected more than 0")
         if not self.temperatures or not all(0 <= t < 100 for t in self.temperatures):
             faults.append(f"temperatures is {self.temperatures}; expected some, each at least 0")
+        if not self.openings:
+            faults.append("openings is empty; expected at least one, of which one may be an empty text")
         raise_all(ConfigError, "train", faults)
 
     def drafter(self, target: DenseConfig) -> StandaloneConfig:
@@ -259,20 +263,26 @@ def _questions(target: Target, recipe: DrafterRecipe) -> Iterator[str]:
     """What the model itself says in a user's turn that the template has only opened; without end."""
     if target.chat is None:
         raise ConfigError("train: the model has no chat template whose user turn it could fill; give prompts")
-    text = target.chat.render([{"role": "user", "content": _MARK}], add_generation_prompt=False)
-    opening = target.tokenizer.encode(text.partition(_MARK)[0], add_special_tokens=False).ids
+    text = target.chat.render([{"role": "user", "content": _MARK}], add_generation_prompt=False).partition(_MARK)[0]
+    begun = [target.tokenizer.encode(text + opening, add_special_tokens=False).ids for opening in recipe.openings]
     graph, states = nnx.split(target.model)
-    rollout = Rollout(graph, recipe.slots, len(opening), recipe.prompt_tokens, target.config.eos_token_ids)
-    prompts = Prompts(np.tile(np.asarray(opening, np.int32), (recipe.slots, 1)), np.full(recipe.slots, len(opening), np.int32))
+    rollout = Rollout(graph, recipe.slots, max(map(len, begun)), recipe.prompt_tokens, target.config.eos_token_ids)
+    prompts = Prompts(
+        np.zeros((recipe.slots, rollout.prompt), np.int32),
+        np.asarray([len(begun[i % len(begun)]) for i in range(recipe.slots)], np.int32),
+    )
+    for i, count in enumerate(prompts.length):
+        prompts.token[i, :count] = begun[i % len(begun)]
     index = barren = 0
     while barren < _PATIENCE:
         seeds = np.random.default_rng([recipe.seed, index, 2]).integers(0, 2**32, recipe.slots, dtype=np.uint32)
         new = jax.device_get(rollout((states,), prompts, np.ones(recipe.slots, np.float32), seeds))
         index, barren = index + 1, barren + 1
-        for token, count in zip(new.token, new.count, strict=True):
+        for i, (token, count) in enumerate(zip(new.token, new.count, strict=True)):
             if token[count - 1] not in target.config.eos_token_ids:
                 continue  # the turn was cut off
-            words = target.tokenizer.decode(token[: count - 1].tolist()).strip()
+            opening = recipe.openings[i % len(recipe.openings)]
+            words = (opening + target.tokenizer.decode(token[: count - 1].tolist())).strip()
             try:
                 if words and target.prompt(words):
                     barren = 0
@@ -285,6 +295,12 @@ def _questions(target: Target, recipe: DrafterRecipe) -> Iterator[str]:
     )
 
 
+def _prompts_of(recipe: DrafterRecipe, record: dict[str, Any]) -> str:
+    if record["settings"]["prompts"]:
+        return "given prompts"
+    return "prompts that it made up" + (f", begun in turn by {json.dumps(recipe.openings)}" if any(recipe.openings) else "")
+
+
 def _card(draft: StandaloneConfig, recipe: DrafterRecipe, record: dict[str, Any]) -> str:
     """The model card."""
     last = record["last"]
@@ -292,7 +308,7 @@ def _card(draft: StandaloneConfig, recipe: DrafterRecipe, record: dict[str, Any]
         "target": record["settings"]["model"],
         "drafter": f"{draft.summary}; {draft.layers.num_hidden_layers} layers",
         "data": f"{record['conversations']} conversations of the target's own ({record['tokens']} tokens of answers,"
-        f" temperatures {list(recipe.temperatures)})",
+        f" temperatures {list(recipe.temperatures)}), to {_prompts_of(recipe, record)}",
         "recipe": f"{recipe.steps} steps of {recipe.batch} conversations and {recipe.anchors} blocks each, Muon at"
         f" {recipe.peak}; losses .1 CE + .9 L1 + 1 confidence, weights exp(-k/4) (DSpark paper, section 4)",
         "time": f"{record['seconds']:.0f} s on {record['devices']} × {record['device']}, the target's writing included",

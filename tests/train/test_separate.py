@@ -3,10 +3,10 @@
 import json
 import shutil
 from dataclasses import replace
-from itertools import repeat
+from itertools import islice, repeat
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from dspark_jax.checkpoint.drafter import open_drafter
 from dspark_jax.checkpoint.reader import open_checkpoint
 from dspark_jax.config_drafter import StandaloneConfig
 from dspark_jax.errors import ConfigError
-from dspark_jax.train import standalone
+from dspark_jax.train import separate, standalone
 from dspark_jax.train.conversations import Conversations, ConversationStream, answers
 from dspark_jax.train.loop import TrainingDiverged
 from dspark_jax.train.separate import DrafterRecipe, train_drafter
@@ -128,8 +128,8 @@ def test_a_run_that_was_stopped_resumes_to_the_same_drafter(target: Path, tmp_pa
 
 def test_impossible_settings_are_named_all_at_once(target: Path, tmp_path: Path):
     with pytest.raises(ConfigError) as error:
-        replace(RECIPE, steps=0, batch=0, peak=0.0, temperatures=())
-    assert all(f"{name} is" in str(error.value) for name in ("steps", "batch", "peak", "temperatures"))
+        replace(RECIPE, steps=0, batch=0, peak=0.0, temperatures=(), openings=())
+    assert all(f"{name} is" in str(error.value) for name in ("steps", "batch", "peak", "temperatures", "openings"))
     with pytest.raises(ConfigError, match="holds 5, the target's last layer"):
         train_drafter(target, tmp_path / "out", tmp_path / "work", replace(RECIPE, taps=(0, 5)), prompts=PROMPTS)
     with pytest.raises(ConfigError, match="no prompt of at most 8 tokens has an answer"):
@@ -155,6 +155,31 @@ def test_prompts_without_end_of_which_none_is_short_enough_end_the_run(target: P
     (tmp_path / "model/chat_template.jinja").write_text("{% for m in messages %}<{{ m.content }}{% endfor %}")
     with pytest.raises(ConfigError, match="in 16 user turns in a row the model did not come to an end within prompt_"):
         train_drafter(tmp_path / "model", tmp_path / "out", tmp_path / "work", replace(RECIPE, prompt_tokens=2))
+
+
+def test_prompts_that_are_made_up_begin_with_the_openings_in_turn(target: Path, monkeypatch):
+    """The model reads the opened user turn, and what it adds stands behind the opening."""
+    tokenizer, read = letters(), []
+
+    class Fixed:
+        def __init__(self, graph, slots, prompt, new, eos):
+            self.prompt = prompt
+
+        def __call__(self, states, prompts, temperature, seed):
+            read.extend(tokenizer.decode(row[:n].tolist()) for row, n in zip(prompts.token, prompts.length, strict=True))
+            return SimpleNamespace(token=np.asarray([[*tokenizer.encode(" z").ids, 3]] * 4), count=np.full(4, 3))
+
+    monkeypatch.setattr(separate, "Rollout", Fixed)
+    chat = SimpleNamespace(
+        render=lambda messages, add_generation_prompt: f"<{messages[0]['content']}>",
+        encode=lambda messages: tokenizer.encode(messages[0]["content"]).ids,
+    )
+    config = open_checkpoint(target, dtype=jnp.float32).config
+    model = cast(Any, separate.Target)(config, nnx.Linear(1, 1, rngs=nnx.Rngs(0)), tokenizer, chat)
+    recipe = replace(RECIPE, openings=("", "how", "what is"))
+    words = list(islice(separate._questions(model, recipe), 8))
+    assert words == ["z", "how z", "what is z", "z"] * 2
+    assert read == [tokenizer.decode(tokenizer.encode("<" + opening).ids) for opening in ("", "how", "what is", "")] * 2
 
 
 def test_a_step_that_is_not_finite_stops_the_run_with_its_batch(target: Path, tmp_path: Path):
