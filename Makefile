@@ -34,7 +34,8 @@ ORACLE_STAMP := $(ORACLE_VENV)/.installed-$(call key,$(ORACLES)/requirements.txt
 ORACLE_PY := $(ORACLE_VENV)/bin/python
 ORACLE_OUT := .cache/oracles
 DEEPSPEC ?=
-ORACLE_SCRIPTS := $(addprefix $(ORACLES)/,v4_oracle.py tiny_v4.py make_goldens.py dense_goldens.py random_configs.py transformers_v4.py)
+ORACLE_SCRIPTS := $(addprefix $(ORACLES)/,v4_oracle.py tiny_v4.py make_goldens.py numerics_goldens.py dense_goldens.py \
+	random_configs.py transformers_v4.py)
 
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed-$(call key,docs/requirements.txt,)
@@ -102,6 +103,7 @@ $(ORACLE_STAMP): $(ORACLES)/requirements.txt
 $(ORACLE_OUT)/.written: $(ORACLE_STAMP) $(ORACLE_SCRIPTS)
 	rm -rf $(ORACLE_OUT) && mkdir -p $(ORACLE_OUT)
 	$(ORACLE_PY) $(ORACLES)/make_goldens.py $(ORACLE_OUT)/v4_tiny_goldens.npz
+	$(ORACLE_PY) $(ORACLES)/numerics_goldens.py $(ORACLE_OUT)/v4_numerics_goldens.npz
 	$(ORACLE_PY) $(ORACLES)/dense_goldens.py $(ORACLE_OUT)/dense_goldens.npz
 	$(ORACLE_PY) $(ORACLES)/random_configs.py $(ORACLE_OUT)
 	HF_HUB_OFFLINE=1 $(ORACLE_PY) $(ORACLES)/transformers_v4.py $(ORACLE_OUT)/transformers_v4.npz

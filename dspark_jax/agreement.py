@@ -14,6 +14,7 @@ from jaxtyping import Array, Int
 from dspark_jax.api import LM
 from dspark_jax.decode.sampling import SamplingParams
 from dspark_jax.evaluate import Acceptance
+from dspark_jax.models.numerics import compiler_options
 from dspark_jax.parallel.mesh import param_specs
 
 
@@ -89,5 +90,5 @@ def chooser(lm: LM) -> Any:
 
     none = PartitionSpec()
     mapped = jax.shard_map(run, mesh=lm.mesh, in_specs=(param_specs(params), none), out_specs=none, check_vma=False)
-    compiled = jax.jit(mapped)
+    compiled = jax.jit(mapped, compiler_options=compiler_options(lm.config))
     return lambda ids: compiled(params, ids)

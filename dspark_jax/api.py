@@ -18,6 +18,7 @@ from dspark_jax.chat import ChatTemplate, read_chat
 from dspark_jax.checkpoint.drafter import with_drafter
 from dspark_jax.checkpoint.reader import Weights, open_checkpoint, read_tokenizer
 from dspark_jax.compilation_cache import use_default_cache
+from dspark_jax.config import Numerics
 from dspark_jax.config_dense import DenseConfig, ModelConfig
 from dspark_jax.config_drafter import AnyDraftConfig
 from dspark_jax.decode.batch import BatchDecoder, Commit, Request
@@ -87,6 +88,7 @@ def load(
     mesh: Mesh | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     weights: Weights = "dequantised",
+    numerics: Numerics = "default",
     max_len: int | None = None,
     scheduler: SchedulerOption | None = None,
     profile: str | Path | None = None,
@@ -106,6 +108,8 @@ def load(
       weights: what devices hold of an fp8 or fp4 checkpoint. "dequantised": numbers of `dtype`; the default, because it is the
         faster one as long as no kernel multiplies with codes. "quantised": the routed experts as their codes, for fp4 about a
         quarter of bfloat16's memory, and the same outputs; every layer widens its experts anew. See docs/checkpoints.md.
+      numerics: "reference" rounds activations as DeepSeek's inference code does (entirely so in bfloat16): for comparing with
+        it, slower and not more exact. "default" keeps them in `dtype`. See docs/checkpoints.md.
       max_len: most positions of a request, prompt included; by default the model's, at most 4096.
       scheduler, profile, temperatures, unsigned: how many drafts are verified, see `decode.schedule_source` and
         docs/scheduling.md; whole blocks by default.
@@ -120,6 +124,8 @@ def load(
         faults.append(f"draft_tokens is {draft_tokens!r}, without a drafter whose drafts it could count; leave it out")
     if path.is_file() and weights != "dequantised":
         faults.append(f"weights is {weights!r}; a GGUF file is dequantised when it is read: use 'dequantised'")
+    if path.is_file() and numerics != "default":
+        faults.append(f"numerics is {numerics!r}; a GGUF file is of another family than DeepSeek-V4: use 'default'")
     raise_all(ConfigError, "load", faults)
     source = schedule_source(scheduler, profile, temperatures, unsigned)
     mesh = checked_mesh(mesh)
@@ -127,7 +133,8 @@ def load(
     dtype = default if dtype is None else dtype
     # LM reads the weights, when it has checked everything else.
     if path.is_dir():
-        read, tokenizer = open_checkpoint(path, dtype=dtype, axis=EXPERT, weights=weights), read_tokenizer(path)
+        read = open_checkpoint(path, dtype=dtype, axis=EXPERT, weights=weights, numerics=numerics)
+        tokenizer = read_tokenizer(path)
         chat = read_chat(path, tokenizer)
     else:
         from dspark_jax.checkpoint.gguf_file import open_gguf  # its package is an extra

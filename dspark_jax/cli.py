@@ -19,7 +19,15 @@ from dspark_jax.cli_eplb_run import app as eplb_app
 from dspark_jax.cli_guard import INTERRUPTED, guarded
 from dspark_jax.cli_inspect import inspect
 from dspark_jax.cli_launch import launch
-from dspark_jax.cli_loading import ChatOption, DrafterOption, DraftTokensOption, ModelOption, loading
+from dspark_jax.cli_loading import (
+    ChatOption,
+    DrafterOption,
+    DraftTokensOption,
+    ModelOption,
+    NumericsOption,
+    conversation,
+    loading,
+)
 from dspark_jax.cli_mesh import plan_stages
 from dspark_jax.cli_profile import profile
 from dspark_jax.cli_quantise import quantise
@@ -108,6 +116,7 @@ def generate(
     emulate_devices: EmulateOption = None,
     placement: PlacementOption = None,
     weights: WeightsOption = "dequantised",
+    numerics: NumericsOption = "default",
     scheduler: SchedulerOption = None,
     profile: ProfileOption = None,
     temperatures: TemperaturesOption = None,
@@ -136,14 +145,14 @@ def generate(
 
     lm = generator(
         model, *chosen_mesh(mesh, emulate_devices), logprobs, placement, schedule, verify, weights,
-        drafter=drafter, draft_tokens=draft_tokens,
+        drafter=drafter, draft_tokens=draft_tokens, numerics=numerics,
     )  # fmt: skip
     if isinstance(lm, EngineRunner):
         with loading():
             lm.open([True, False] if compare else [not no_draft])
     if compare and lm.draft_config is None:
         raise RequestError(f"--compare needs a drafter, and the model {model!r} has none; remove --compare")
-    given = _conversation(lm, text) if chat else text
+    given = conversation(lm, text) if chat else text
     if isinstance(lm, EngineRunner) and lm.follows:
         lm.follow([given], params, speculate=_modes(lm, not no_draft, compare)[1])
     elif as_json:
@@ -170,6 +179,7 @@ def evaluate(
     mesh: MeshOption = None,
     emulate_devices: EmulateOption = None,
     weights: WeightsOption = "dequantised",
+    numerics: NumericsOption = "default",
     scheduler: SchedulerOption = None,
     profile: ProfileOption = None,
     temperatures: TemperaturesOption = None,
@@ -195,31 +205,23 @@ def evaluate(
     schedule = schedule_of(scheduler, profile, temperatures, unsigned)
     lm = generator(
         model, *chosen_mesh(mesh, emulate_devices), scheduler=schedule, verify=verify, weights=weights, slots=batch,
-        drafter=drafter, draft_tokens=draft_tokens,
+        drafter=drafter, draft_tokens=draft_tokens, numerics=numerics,
     )  # fmt: skip
     if isinstance(lm, EngineRunner):
         with loading():
             lm.open([True, False] if temperature == 0 else [True])
     if chat:
-        chosen = [replace(p, ids=tuple(_conversation(lm, p.prompt))) for p in chosen]
+        chosen = [replace(p, ids=tuple(conversation(lm, p.prompt))) for p in chosen]
     display = Display()
     with display.waiting("evaluating"):
         found = evaluation.evaluate(lm, chosen, params, batch=batch)
     if as_json:
         settings = {"model": model, "drafter": _drafter(lm), "temperature": temperature, "top_k": top_k, "top_p": top_p}
         settings |= {"seed": seed, "max_tokens": max_tokens, "batch": batch, "chat": chat}
-        settings |= {"scheduler": scheduler, "verify": verify, "weights": weights}
+        settings |= {"scheduler": scheduler, "verify": verify, "weights": weights, "numerics": numerics}
         print(json.dumps({**settings, "results": [e.as_dict() for e in found]}))
     else:
         display.evaluation(found)
-
-
-def _conversation(lm: "Generator", words: str) -> list[int]:
-    """Ids of a user's words in the model's chat template."""
-    template = getattr(lm, "chat", None)
-    if template is None:
-        raise RequestError("--chat needs a model with a chat template, on one pipeline rank, and there is none; leave it out")
-    return template.encode([{"role": "user", "content": words}])
 
 
 def _prompt_text(prompt: str | None, path: Path | None) -> str:

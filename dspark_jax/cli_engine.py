@@ -12,7 +12,7 @@ from dspark_jax.api import LM
 from dspark_jax.checkpoint.reader import Weights
 from dspark_jax.cli_devices import stage_ranges
 from dspark_jax.cli_loading import loading
-from dspark_jax.config import DraftConfig
+from dspark_jax.config import DraftConfig, Numerics
 from dspark_jax.decode.batch import Request
 from dspark_jax.decode.sampling import SamplingParams
 from dspark_jax.decode.schedule_source import SchedulerOption
@@ -36,7 +36,7 @@ class EngineRunner:
       model: a shipped model's name, or a checkpoint folder.
       mesh: from `make_mesh`.
       stages: the half-open range of target layers of every pipe rank; by default the engine's choice.
-      max_logprobs, placement, scheduler, verify, weights: as for `Engine`; plain decoding has no scheduler.
+      max_logprobs, placement, scheduler, verify, weights, numerics: as for `Engine`; plain decoding has no scheduler.
       slots: requests decoded side by side, rounded up to a multiple of pipe × expert; by default the fewest.
     """
 
@@ -51,10 +51,12 @@ class EngineRunner:
         verify: str = REJECTION,
         weights: Weights = "dequantised",
         slots: int = 1,
+        numerics: Numerics = "default",
     ):
         self.model, self.mesh, self.stages, self.max_logprobs = model, mesh, stages, max_logprobs
         self.placement, self.scheduler, self.verify = placement, scheduler, verify
         self.weights: Weights = weights
+        self.numerics: Numerics = numerics
         part = mesh.shape[PIPE] * mesh.shape[EXPERT]
         self.slots = -(-slots // part) * part
         self._engines: dict[bool, Engine] = {}
@@ -68,6 +70,7 @@ class EngineRunner:
                 self.model, mesh=self.mesh, stages=self.stages, slots=self.slots, speculate=speculate,
                 max_logprobs=self.max_logprobs, placement=self.placement,
                 scheduler=self.scheduler if speculate else None, verify=self.verify, weights=self.weights,
+                numerics=self.numerics,
             )  # fmt: skip
         return self._engines[speculate]
 
@@ -83,7 +86,8 @@ class EngineRunner:
         """
         devices = list(self.mesh.devices.flat)
         expert = 1 if self.engine(True).config.n_routed_experts % len(devices) else len(devices)
-        return api.load(self.model, mesh=make_mesh(1, expert, devices), weights=self.weights)
+        mesh = make_mesh(1, expert, devices)
+        return api.load(self.model, mesh=mesh, weights=self.weights, numerics=self.numerics)
 
     def open(self, speculate: Iterable[bool]) -> None:
         """Makes the engines of these modes, which reads the weights."""
@@ -148,6 +152,7 @@ def generator(
     slots: int = 1,
     drafter: Path | None = None,
     draft_tokens: int | None = None,
+    numerics: Numerics = "default",
 ) -> Generator:
     """The batch interface on one pipeline rank of one process; an engine on more, and to place experts."""
     check_processes(mesh)
@@ -161,7 +166,8 @@ def generator(
         raise ConfigError("--placement spreads experts over expert ranks; add --mesh, such as --mesh 1x2")
     if alone and placement is None:
         with loading():
-            own = {"drafter": drafter, "draft_tokens": draft_tokens}
+            own = {"drafter": drafter, "draft_tokens": draft_tokens, "numerics": numerics}
             return api.load(model, mesh=mesh, scheduler=scheduler, verify=verify, weights=weights, **own)
     assert mesh is not None
-    return EngineRunner(model, mesh, stage_ranges(shape, model), logprobs, placement, scheduler, verify, weights, slots)
+    stages = stage_ranges(shape, model)
+    return EngineRunner(model, mesh, stages, logprobs, placement, scheduler, verify, weights, slots, numerics)

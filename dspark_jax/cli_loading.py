@@ -5,9 +5,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
+
+from dspark_jax.errors import RequestError
 
 ModelOption = Annotated[
     str, typer.Option("--model", "--target", help="A shipped model's name, a checkpoint folder, or a GGUF file.")
@@ -21,6 +23,10 @@ ChatOption = Annotated[
 ]
 DraftTokensOption = Annotated[
     int | None, typer.Option(help="Drafts a round of a PARD or smaller model; 5 by default. Other drafters' blocks say theirs.")
+]
+NumericsOption = Annotated[
+    Literal["default", "reference"],
+    typer.Option("--numerics", help="reference: activations are rounded as in DeepSeek's inference code, which is slower."),
 ]
 
 PATIENCE = 1.0  # seconds until the line appears
@@ -54,3 +60,11 @@ def loading() -> Iterator[None]:
     finally:
         if shown:
             status.stop()
+
+
+def conversation(lm: Any, words: str) -> list[int]:
+    """Ids of a user's words in the model's chat template."""
+    template = getattr(lm, "chat", None)
+    if template is None:
+        raise RequestError("--chat needs a model with a chat template, on one pipeline rank, and there is none; leave it out")
+    return template.encode([{"role": "user", "content": words}])

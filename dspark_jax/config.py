@@ -12,6 +12,7 @@ from dspark_jax.errors import CheckpointError, ConfigError, described, raise_all
 
 HeadKind = Literal["markov", "gated", "rnn", "none"]
 ExpertWeights = Literal["dense", "fp4", "fp8"]
+Numerics = Literal["default", "reference"]
 MOST = 2**31 - 1  # positions, ids and sizes are 32-bit integers
 DENSE_FAMILIES = ("qwen3", "llama")  # see `config_dense`
 
@@ -39,7 +40,9 @@ class TargetConfig:
     `compress_ratios[l]` gives layer l's attention: 0 = window only, 4 = compressed sparse with indexer (overlapping
     groups of four), any other = heavily compressed. `csa_ratio` is the ratio that means "compressed sparse".
     `expert_weights`, which config.json does not hold, is how devices keep the routed experts, draft stages' included: as
-    numbers of the model's dtype, or as codes with their scales (`dspark_kernels.block_scaled`).
+    numbers of the model's dtype, or as codes with their scales (`dspark_kernels.block_scaled`). Nor does it hold `numerics`:
+    "reference" rounds activations as DeepSeek's inference code does (`models.numerics`), key-value entries and index keys
+    to fp8 and fp4, and with `fp8_inputs` the inputs of linear maps, which that code rounds where the weights are quantised.
 
     Raises:
       ConfigError: listing every value of a wrong type or, with all types right, every contradiction.
@@ -74,6 +77,8 @@ class TargetConfig:
     eos_token_id: int = 1
     rope: RopeConfig = field(default_factory=RopeConfig)
     expert_weights: ExpertWeights = "dense"
+    numerics: Numerics = "default"
+    fp8_inputs: bool = False
 
     csa_ratio: ClassVar[int] = 4
 
@@ -250,12 +255,25 @@ def _contradictions(v: Mapping[str, Any]) -> Iterator[str]:
         yield f"num_hash_layers is {v['num_hash_layers']}; expected 0 … num_hidden_layers = {layers}"
     if v["expert_weights"] not in get_args(ExpertWeights):
         yield f"expert_weights is {v['expert_weights']!r}; expected one of {', '.join(map(repr, get_args(ExpertWeights)))}"
+    yield from _numerics_faults(v)
     for name in ("hidden_size", "moe_intermediate_size"):
         if v["expert_weights"] == "fp4" and v[name] % 2:
             yield f"{name} is {v[name]}; expected an even number for fp4 experts, which are stored in pairs"
     for name in ("bos_token_id", "eos_token_id"):
         if v[name] >= v["vocab_size"]:
             yield f"{name} is {v[name]}; expected a token id below vocab_size = {v['vocab_size']}"
+
+
+def _numerics_faults(v: Mapping[str, Any]) -> Iterator[str]:
+    if v["numerics"] not in get_args(Numerics):
+        yield f"numerics is {v['numerics']!r}; expected one of {', '.join(map(repr, get_args(Numerics)))}"
+    if v["numerics"] != "reference":
+        if v["fp8_inputs"]:
+            yield f"fp8_inputs is {v['fp8_inputs']!r}, which needs numerics 'reference'; leave it out"
+        return
+    size = v["index_head_dim"]
+    if TargetConfig.csa_ratio in v["compress_ratios"] and size & (size - 1):
+        yield f"index_head_dim is {size}; numerics 'reference' needs a power of two, for the Hadamard transform of index keys"
 
 
 def target_from_hf(config: Mapping[str, Any], source: str = "config.json") -> TargetConfig:

@@ -20,6 +20,7 @@ from dspark_jax.decode.rows import padded_rows
 from dspark_jax.models.deepseek_v4 import DeepseekV4
 from dspark_jax.models.layers import dot
 from dspark_jax.models.moe import MoE
+from dspark_jax.models.numerics import compiler_options
 from dspark_jax.parallel.mesh import param_specs
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def margins(lm: "LM", prefix: Sequence[int]) -> Margins:
     mapped = jax.shard_map(
         run, mesh=lm.mesh, in_specs=(param_specs(params), none, none), out_specs=(none, none, none), check_vma=False
     )
-    found = jax.device_get(jax.jit(mapped)(params, token, np.int32(length)))
+    found = jax.device_get(jax.jit(mapped, compiler_options=compiler_options(lm.config))(params, token, np.int32(length)))
     return Margins(*(float(x) for x in found))
 
 

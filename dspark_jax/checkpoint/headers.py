@@ -6,7 +6,7 @@ from typing import NamedTuple, get_args
 
 from dspark_jax.checkpoint.files import TensorFiles, listed, natural
 from dspark_jax.checkpoint.layout import Entry
-from dspark_jax.checkpoint.quantised import FP4, FP8, SCALE, scale_key, stored_as, stored_shapes
+from dspark_jax.checkpoint.quantised import FP4, FP8, SCALE, published_format, scale_key, stored_as, stored_shapes
 from dspark_jax.config_dense import DenseConfig, ModelConfig
 from dspark_kernels.formats import BlockFormat
 
@@ -103,6 +103,19 @@ def expert_format(files: TensorFiles, entries: list[Entry]) -> tuple[BlockFormat
     return None, [
         "weights is 'quantised', for which all routed experts must be stored alike, as packed fp4 (I8) or as fp8 (F8_E4M3);"
         f" {seen or 'there are none'}: use 'dequantised'"
+    ]
+
+
+def quantised_maps(files: TensorFiles) -> tuple[bool, list[str]]:
+    """Whether the linear maps that are quantised in the published files are so here, or why there is no one answer."""
+    maps = {key: info.dtype for key, info in files.tensors.items() if published_format(key)}
+    found = {stored_as(key, dtype) is not None: key for key, dtype in maps.items()}
+    if len(found) < 2:
+        return True in found, []
+    seen = " and ".join(f"{key} has dtype {maps[key]}" for key in found.values())
+    return False, [
+        "numerics is 'reference', which rounds the inputs of quantised linear maps: all of them must be fp8 or fp4, or none;"
+        f" {seen}: use 'default'"
     ]
 
 

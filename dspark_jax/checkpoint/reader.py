@@ -14,12 +14,13 @@ from tokenizers import Tokenizer
 
 from dspark_jax.checkpoint import layout
 from dspark_jax.checkpoint.files import TensorFiles, open_files, stage_numbers
-from dspark_jax.checkpoint.headers import expert_format, header_faults, size_faults
+from dspark_jax.checkpoint.headers import expert_format, header_faults, quantised_maps, size_faults
 from dspark_jax.checkpoint.quantised import config_faults
 from dspark_jax.checkpoint.values import Values, deferred
 from dspark_jax.config import (
     DENSE_FAMILIES,
     DraftConfig,
+    Numerics,
     TargetConfig,
     draft_from_hf,
     is_int,
@@ -56,6 +57,7 @@ def read_checkpoint(
     axis: str | None = "expert",
     place: Place | None = None,
     weights: Weights = "dequantised",
+    numerics: Numerics = "default",
 ) -> LoadedCheckpoint:
     """Loads config.json and the safetensors files of `folder`, see docs/checkpoints.md.
 
@@ -71,15 +73,17 @@ def read_checkpoint(
       weights: what becomes of fp8 and fp4 weights. "dequantised": numbers of `dtype`, the same in float32 and bfloat16 as the
         codes stand for. "quantised": the routed experts stay codes with scales, everything else is dequantised; the
         configuration's `expert_weights` then says which.
+      numerics: "reference" rounds activations as DeepSeek's code does (`TargetConfig.numerics`), the inputs of linear maps too
+        where the file's weights are quantised; "default" does not.
 
     The stages of the drafter are counted in the weights. `mtp.*` tensors without `dspark_block_size` in config.json are
     left out with one `CheckpointNotice`.
 
     Raises:
-      ConfigError: config.json is impossible in itself, or `dtype` or `weights` is none of the above.
+      ConfigError: config.json is impossible in itself, or `dtype`, `weights` or `numerics` is none of the above.
       CheckpointError: a file is missing or damaged, or the weights contradict config.json: all faults in one message.
     """
-    opened = open_checkpoint(folder, dtype=dtype, axis=axis, weights=weights)
+    opened = open_checkpoint(folder, dtype=dtype, axis=axis, weights=weights, numerics=numerics)
     put = place or _on_default_device
     flat = {path: variable.get_value() for path, variable in nnx.to_flat_state(opened.params)}
     placed: dict[layout.Path, jax.Array] = {}
@@ -94,7 +98,12 @@ def read_checkpoint(
 
 
 def open_checkpoint(
-    folder: Path, *, dtype: jax.typing.DTypeLike, axis: str | None = "expert", weights: Weights = "dequantised"
+    folder: Path,
+    *,
+    dtype: jax.typing.DTypeLike,
+    axis: str | None = "expert",
+    weights: Weights = "dequantised",
+    numerics: Numerics = "default",
 ) -> LoadedCheckpoint:
     """`read_checkpoint` up to the weights themselves: every parameter is a `Deferred`, read when `np.asarray` asks for it.
 
@@ -109,10 +118,14 @@ def open_checkpoint(
         raise ConfigError(f"dtype is {dtype.name}; expected float32, bfloat16 or float16")
     if weights not in get_args(Weights):
         raise ConfigError(f"weights is {weights!r}; expected {' or '.join(map(repr, get_args(Weights)))}")
+    if numerics not in get_args(Numerics):
+        raise ConfigError(f"numerics is {numerics!r}; expected {' or '.join(map(repr, get_args(Numerics)))}")
+    if numerics == "reference" and dtype == jnp.float16:
+        raise ConfigError("numerics is 'reference', whose scales float16 does not hold; expected dtype bfloat16 or float32")
     folder = Path(folder)
     hf = read_config(folder)
     if hf.get("model_type") in DENSE_FAMILIES:
-        return _open_dense(folder, hf, dtype, weights)
+        return _open_dense(folder, hf, dtype, weights, numerics)
     source = str(folder / "config.json")
     config = target_from_hf(hf, source)
     files = open_files(folder)
@@ -123,6 +136,10 @@ def open_checkpoint(
         raise_all(CheckpointError, str(folder), faults or ["the weight files hold no tensors"])
     if absurd := size_faults(config, files):
         raise_all(CheckpointError, str(folder), [*faults, *absurd])
+    if numerics == "reference":
+        fp8_inputs, mixed = quantised_maps(files)
+        faults += mixed
+        config = replace(config, numerics=numerics, fp8_inputs=fp8_inputs)
     graph, params = layout.skeleton(config, draft, dtype=dtype, axis=axis)
     if weights == "quantised":
         kind, unlike = expert_format(files, layout.entries(params))
@@ -134,12 +151,16 @@ def open_checkpoint(
     return _deferred(LoadedCheckpoint(config, draft, graph, params), files, dtype, faults)
 
 
-def _open_dense(folder: Path, hf: Mapping[str, Any], dtype: np.dtype, weights: Weights) -> LoadedCheckpoint:
+def _open_dense(
+    folder: Path, hf: Mapping[str, Any], dtype: np.dtype, weights: Weights, numerics: Numerics
+) -> LoadedCheckpoint:
     config = _generation(folder, dense_from_hf(hf, str(folder / "config.json")))
     files = open_files(folder, published=False)
     faults = list(files.faults)
     if weights == "quantised":
         faults.append("weights is 'quantised', which keeps routed experts as codes; a dense model has none: use 'dequantised'")
+    if numerics == "reference":
+        faults.append("numerics is 'reference', DeepSeek-V4's own; this is a dense model of another family: use 'default'")
     if not files.names:
         raise_all(CheckpointError, str(folder), faults or ["the weight files hold no tensors"])
     # What transformers ignores too: a copy of the tied head, and frequencies that old files list.

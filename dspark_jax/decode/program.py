@@ -11,6 +11,7 @@ from dspark_jax.decode.schedule import Schedule
 from dspark_jax.decode.state import DecodeState, Emission, WorkItem
 from dspark_jax.decode.verify import REJECTION
 from dspark_jax.errors import ConfigError
+from dspark_jax.models.numerics import compiler_options
 from dspark_jax.parallel.mesh import EXPERT, PIPE, param_specs
 
 
@@ -48,6 +49,7 @@ class DecodeProgram:
         self.graph, self.mesh, self.slots, self.max_len = graph, mesh, slots, max_len
         self.logprobs, self.schedule, self.verify = logprobs, schedule, verify
         self._specs = param_specs(params)
+        self._options = compiler_options(getattr(self._model(params)[0], "config", None))
 
     def _model(self, params: nnx.State):
         model = nnx.merge(self.graph, params)
@@ -57,7 +59,7 @@ class DecodeProgram:
         mapped = jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         # Said outright for the sake of empty arrays (drafts where there is no drafter), which would come back replicated.
         placed = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), out_specs)
-        return jax.jit(mapped, donate_argnums=donate, out_shardings=placed)
+        return jax.jit(mapped, donate_argnums=donate, out_shardings=placed, compiler_options=self._options)
 
     def init_state(self, params: nnx.State) -> DecodeState:
         """Idle slots, placed on the mesh."""

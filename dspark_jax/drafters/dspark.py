@@ -26,6 +26,7 @@ from dspark_jax.models.cache import ring_history, ring_write, zero_where
 from dspark_jax.models.hyper_connection import HyperHead
 from dspark_jax.models.layers import Linear, RMSNorm
 from dspark_jax.models.moe import Routed
+from dspark_jax.models.numerics import INPUT_GROUP, fp8_rounded
 
 
 class Ends(Protocol):
@@ -76,6 +77,9 @@ class DSpark(nnx.Module):
         """Context keys of every stage from concatenated taps (eqs. 2 and 3). The norm is applied once, after the
         projection.
         """
+        if self.config.fp8_inputs:  # tap by tap, as pipeline ranks do
+            taps = context.reshape(*context.shape[:-1], -1, self.config.hidden_size)
+            context = fp8_rounded(taps, INPUT_GROUP).reshape(context.shape)
         return self.projected_kv(self.mtp[0].main_proj(context), position)
 
     def projected_kv(self, projected: Float[Array, "B d"], position: Int[Array, "B"]) -> list[Float[Array, "B c"]]:

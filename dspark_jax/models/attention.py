@@ -16,7 +16,8 @@ from dspark_jax.config import TargetConfig
 from dspark_jax.decode.rows import Rows
 from dspark_jax.models.cache import entries_read, ring_history, ring_write, zero_where
 from dspark_jax.models.compressor import Compressor, CompressorCache, Indexer
-from dspark_jax.models.layers import Linear, RMSNorm, dot, rms_norm, rope_frequencies, rotate
+from dspark_jax.models.layers import Linear, RMSNorm, rms_norm, rope_frequencies, rotate
+from dspark_jax.models.numerics import cache_rounded, head_norm
 from dspark_kernels.precision import einsum
 
 
@@ -55,16 +56,16 @@ class Projections(nnx.Module):
     """Query, key-value and output maps that target layers and draft stages share."""
 
     def __init__(self, config: TargetConfig, compressed: bool, *, rngs: nnx.Rngs):
-        c = config
-        self.wq_a = Linear(c.hidden_size, c.q_lora_rank, rngs=rngs)
+        c, rounding = config, config.fp8_inputs
+        self.wq_a = Linear(c.hidden_size, c.q_lora_rank, rngs=rngs, fp8_inputs=rounding)
         self.q_norm = RMSNorm(c.q_lora_rank, c.rms_norm_eps)
-        self.wq_b = Linear(c.q_lora_rank, c.num_attention_heads * c.head_dim, rngs=rngs)
-        self.wkv = Linear(c.hidden_size, c.head_dim, rngs=rngs)
+        self.wq_b = Linear(c.q_lora_rank, c.num_attention_heads * c.head_dim, rngs=rngs, fp8_inputs=rounding)
+        self.wkv = Linear(c.hidden_size, c.head_dim, rngs=rngs, fp8_inputs=rounding)
         self.kv_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
         self.wo_a = nnx.Param(
             jax.random.normal(rngs.params(), (c.o_groups, c.group_width, c.o_lora_rank)) / math.sqrt(c.group_width)
         )
-        self.wo_b = Linear(c.o_groups * c.o_lora_rank, c.hidden_size, rngs=rngs)
+        self.wo_b = Linear(c.o_groups * c.o_lora_rank, c.hidden_size, rngs=rngs, fp8_inputs=rounding)
         self.attn_sink = nnx.Param(jnp.zeros((c.num_attention_heads,)))
         self.config, self.compressed = c, compressed
 
@@ -75,11 +76,14 @@ class Projections(nnx.Module):
         c = self.config
         latent = self.q_norm(self.wq_a(x))
         heads = self.wq_b(latent).reshape(*x.shape[:-1], c.num_attention_heads, c.head_dim)
-        return latent, rotate(rms_norm(heads, None, c.rms_norm_eps), position, self._freq())
+        reference = c.numerics == "reference"
+        normed = head_norm(heads, c.rms_norm_eps) if reference else rms_norm(heads, None, c.rms_norm_eps)
+        return latent, rotate(normed, position, self._freq())
 
     def key_value(self, x: Float[Array, "... d"], position: Int[Array, "..."]) -> Float[Array, "... c"]:
         """The one head that serves as key and value."""
-        return rotate(self.kv_norm(self.wkv(x)), position, self._freq())
+        entry = rotate(self.kv_norm(self.wkv(x)), position, self._freq())
+        return cache_rounded(entry, self.config.rope.dim) if self.config.numerics == "reference" else entry
 
     def output(self, heads: Float[Array, "... h c"], position: Int[Array, "..."]) -> Float[Array, "... d"]:
         """Undoes the rotation at the query's position (keys are values), then the grouped low-rank projection."""
@@ -87,7 +91,7 @@ class Projections(nnx.Module):
         heads = rotate(heads, position, self._freq(), inverse=True)
         groups = heads.reshape(*heads.shape[:-2], c.o_groups, c.group_width)
         low = einsum("...gw,gwr->...gr", groups, self.wo_a[...])
-        return dot(low.astype(heads.dtype).reshape(*heads.shape[:-2], -1), self.wo_b.weight[...])
+        return self.wo_b(low.astype(heads.dtype).reshape(*heads.shape[:-2], -1))
 
     def _freq(self):
         return rope_frequencies(self.config.rope, self.compressed)

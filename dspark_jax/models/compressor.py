@@ -14,6 +14,7 @@ from dspark_jax.config import TargetConfig
 from dspark_jax.decode.rows import Rows
 from dspark_jax.models.cache import entries_write, ring_history, ring_write
 from dspark_jax.models.layers import Linear, RMSNorm, rope_frequencies, rotate
+from dspark_jax.models.numerics import cache_rounded, index_rounded, index_scores
 from dspark_kernels.precision import einsum
 
 
@@ -30,10 +31,10 @@ class Compressor(nnx.Module):
 
     With overlap (compressed sparse attention) an entry also pools the tokens of the group before it through a second
     set of channels; entry 0 has no such group. An entry stands at the position of its group's first token and is
-    visible to queries from the group's last token on.
+    visible to queries from the group's last token on. With `keys` the entries are the indexer's keys.
     """
 
-    def __init__(self, config: TargetConfig, ratio: int, width: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: TargetConfig, ratio: int, width: int, *, keys: bool = False, rngs: nnx.Rngs):
         self.overlap = ratio == config.csa_ratio
         self.ratio, self.width = ratio, width
         channels = width * (2 if self.overlap else 1)
@@ -41,7 +42,7 @@ class Compressor(nnx.Module):
         self.wgate = Linear(config.hidden_size, channels, rngs=rngs)
         self.ape = nnx.Param(jnp.zeros((ratio, channels)))
         self.norm = RMSNorm(width, config.rms_norm_eps)
-        self.config = config
+        self.config, self.keys = config, keys
 
     def init_cache(self, slots: int, max_len: int, block: int, dtype: jnp.dtype) -> CompressorCache:
         """State for ticks of at most `block` rows that may be rejected; entries are stored in `dtype`."""
@@ -101,7 +102,10 @@ class Compressor(nnx.Module):
             value = jnp.concatenate([old_value[..., : self.width], value[..., self.width :]], axis=2)
             score = jnp.concatenate([old_score[..., : self.width], score[..., self.width :]], axis=2)
         entry = jnp.sum(value * jax.nn.softmax(score, axis=2), axis=2).astype(dtype)
-        return rotate(self.norm(entry), groups * self.ratio, rope_frequencies(self.config.rope, True))
+        entry = rotate(self.norm(entry), groups * self.ratio, rope_frequencies(self.config.rope, True))
+        if self.config.numerics == "default":
+            return entry
+        return index_rounded(entry) if self.keys else cache_rounded(entry, self.config.rope.dim)
 
 
 class Selection(NamedTuple):
@@ -115,9 +119,10 @@ class Indexer(nnx.Module):
     """Scores compressed entries by a small multi-head product and keeps the best `index_topk` a query."""
 
     def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs):
-        self.wq_b = Linear(config.q_lora_rank, config.index_n_heads * config.index_head_dim, rngs=rngs)
+        heads = config.index_n_heads * config.index_head_dim
+        self.wq_b = Linear(config.q_lora_rank, heads, rngs=rngs, fp8_inputs=config.fp8_inputs)
         self.weights_proj = Linear(config.hidden_size, config.index_n_heads, rngs=rngs)
-        self.compressor = Compressor(config, config.csa_ratio, config.index_head_dim, rngs=rngs)
+        self.compressor = Compressor(config, config.csa_ratio, config.index_head_dim, keys=True, rngs=rngs)
         self.config = config
 
     def scores(
@@ -131,6 +136,9 @@ class Indexer(nnx.Module):
         c = self.config
         heads = self.wq_b(query_latent).reshape(*x.shape[:2], c.index_n_heads, c.index_head_dim)
         heads = rotate(heads, position, rope_frequencies(c.rope, True))
+        if c.numerics == "reference":
+            weight = self.weights_proj(x) * jnp.asarray((c.index_head_dim * c.index_n_heads) ** -0.5, x.dtype)
+            return index_scores(index_rounded(heads), keys, weight)
         weight = self.weights_proj(x, jnp.float32) / math.sqrt(c.index_head_dim * c.index_n_heads)
         return einsum("rwhn,rwh->rwn", jax.nn.relu(einsum("rwhc,rnc->rwhn", heads, keys)), weight)
 

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from dspark_jax.config import RopeConfig
+from dspark_jax.models.numerics import INPUT_GROUP, fp8_rounded
 from dspark_kernels.precision import einsum
 
 
@@ -27,15 +28,19 @@ def rms_norm(x: Float[Array, "... d"], weight: Float[Array, "d"] | None, eps: fl
 
 
 class Linear(nnx.Module):
-    """A linear map without bias; `weight` is stored (in, out)."""
+    """A linear map without bias; `weight` is stored (in, out). With `fp8_inputs` x is rounded to fp8 first."""
 
-    def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs, std: float | None = None):
+    def __init__(
+        self, inputs: int, outputs: int, *, rngs: nnx.Rngs, std: float | None = None, fp8_inputs: bool = False
+    ):
         std = 1 / math.sqrt(inputs) if std is None else std
         self.weight = nnx.Param(std * jax.random.normal(rngs.params(), (inputs, outputs)))
+        self.fp8_inputs = fp8_inputs
 
     def __call__(
         self, x: Float[Array, "... i"], out_dtype: jax.typing.DTypeLike | None = None
     ) -> Float[Array, "... o"]:
+        x = fp8_rounded(x, INPUT_GROUP) if self.fp8_inputs else x
         return dot(x, self.weight[...], out_dtype)
 
 

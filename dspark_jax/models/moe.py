@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from dspark_jax.config import TargetConfig
 from dspark_jax.decode.rows import mask_rows
 from dspark_jax.eplb.placement import PlacedLayer
+from dspark_jax.models import numerics
 from dspark_jax.models.layers import Linear, dot
 from dspark_kernels import expert_mlp as expert_kernels
 from dspark_kernels import routing as routing_kernels
@@ -94,14 +95,17 @@ class SharedExpert(nnx.Module):
 
     def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs):
         width = config.moe_intermediate_size * config.n_shared_experts
-        self.w1 = Linear(config.hidden_size, width, rngs=rngs)
-        self.w3 = Linear(config.hidden_size, width, rngs=rngs)
-        self.w2 = Linear(width, config.hidden_size, rngs=rngs)
-        self.limit = config.swiglu_limit
+        rounding = config.fp8_inputs
+        self.w1 = Linear(config.hidden_size, width, rngs=rngs, fp8_inputs=rounding)
+        self.w3 = Linear(config.hidden_size, width, rngs=rngs, fp8_inputs=rounding)
+        self.w2 = Linear(width, config.hidden_size, rngs=rngs, fp8_inputs=rounding)
+        self.config = config
 
     def __call__(self, x: Float[Array, "B d"]) -> Float32[Array, "B d"]:
-        hidden = expert_kernels.swiglu(self.w1(x).astype(jnp.float32), self.w3(x).astype(jnp.float32), self.limit)
-        return self.w2(hidden.astype(x.dtype), jnp.float32)
+        limit = self.config.swiglu_limit
+        hidden = expert_kernels.swiglu(self.w1(x).astype(jnp.float32), self.w3(x).astype(jnp.float32), limit)
+        dtype = x.dtype if self.config.numerics == "reference" else jnp.float32
+        return self.w2(hidden.astype(x.dtype), dtype).astype(jnp.float32)
 
 
 class MoE(nnx.Module):
@@ -135,15 +139,20 @@ class MoE(nnx.Module):
     def _experts(
         self, x: Float[Array, "B d"], routing: routing_kernels.Routing, axis: str | None
     ) -> Float32[Array, "B d"]:
-        w1, w3, w2 = self.experts.weights()
         ids, weights = self._places(routing.ids, axis), routing.weights
         if axis is None:
-            return expert_kernels.expert_mlp(x, ids, weights, w1, w3, w2, limit=self.config.swiglu_limit)
+            return self._local(x, ids, weights)
         # Dropless: every rank sees all rows, computes its own experts (or slots), and gets its rows' sums back.
         x, ids, weights = (jax.lax.all_gather(v, axis, tiled=True) for v in (x, ids, weights))
         local = ids - jax.lax.axis_index(axis) * self.experts.w1.shape[0]
-        part = expert_kernels.expert_mlp(x, local, weights, w1, w3, w2, limit=self.config.swiglu_limit)
-        return jax.lax.psum_scatter(part, axis, scatter_dimension=0, tiled=True)
+        return jax.lax.psum_scatter(self._local(x, local, weights), axis, scatter_dimension=0, tiled=True)
+
+    def _local(self, x: Float[Array, "B d"], ids: Int[Array, "B k"], weights: Float32[Array, "B k"]) -> Float32[Array, "B d"]:
+        """Sums over the experts that are here."""
+        c, matrices = self.config, self.experts.weights()
+        if c.numerics == "reference":
+            return numerics.expert_mlp(x, ids, weights, *matrices, limit=c.swiglu_limit, fp8_inputs=c.fp8_inputs)
+        return expert_kernels.expert_mlp(x, ids, weights, *matrices, limit=c.swiglu_limit)
 
     def _places(self, ids: Int[Array, "B k"], axis: str | None) -> Int[Array, "B k"]:
         """Where the weights of the chosen experts are in the stacked arrays: the slot of a replica, or the id itself."""

@@ -30,6 +30,7 @@ from dspark_jax.decode.verify import REJECTION, verify_faults
 from dspark_jax.eplb.placement import Placement
 from dspark_jax.errors import ConfigError, raise_all
 from dspark_jax.models.moe import Routed
+from dspark_jax.models.numerics import compiler_options
 from dspark_jax.parallel.mesh import EXPERT, PIPE
 from dspark_jax.parallel.stacking import Stacked
 from dspark_jax.parallel.stage import Pipeline, PipelineSpec, PipeStage
@@ -83,7 +84,7 @@ class RingState:
     caches: dict[str, jax.Array]
     requests: Requests
     generation: Int[Array, "P S"]
-    stale: Float32[Array, "P S lag gamma"] | None = None
+    stale: Float32[Array, "P S history gamma"] | None = None
 
 
 class TickOutput(NamedTuple):
@@ -203,7 +204,7 @@ class Ring:
             out_specs=(STATE, PartitionSpec(PIPE, None, EXPERT)),
             check_vma=False,
         )
-        return jax.jit(mapped, donate_argnums=1)
+        return jax.jit(mapped, donate_argnums=1, compiler_options=compiler_options(self.spec.config))
 
     def _call(self, params: dict[str, jax.Array], state: RingState, control: Control) -> tuple[RingState, TickOutput]:
         params, state = jax.tree.map(lambda x: x[0], (params, state))

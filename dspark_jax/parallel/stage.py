@@ -89,7 +89,9 @@ class PipeStage(nnx.Module):
         layers = zip(range(first, end), attention, strict=True)
         self.layers = nnx.List([Block(c, a, i < c.num_hash_layers, spec.placed(i), rngs=rngs) for i, a in layers])
         tapped = [i - first for i in (draft.target_layer_ids if draft else ()) if first <= i < end]
-        self.taps = nnx.Dict({str(j): Linear(c.hidden_size, c.hidden_size, rngs=rngs) for j in tapped})
+        self.taps = nnx.Dict(
+            {str(j): Linear(c.hidden_size, c.hidden_size, rngs=rngs, fp8_inputs=c.fp8_inputs) for j in tapped}
+        )
         embeds = rank == 0 or (last and draft is not None)
         self.embed: Any = SplitEmbedding(spec.padded_vocab, c.hidden_size, EXPERT) if embeds else None
         self.hc_head: Any = HyperHead(c) if last else None

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from dspark_jax.api import LM
 from dspark_jax.checkpoint.reader import Weights
+from dspark_jax.config import Numerics
 from dspark_jax.decode.item import Control
 from dspark_jax.decode.profile_table import Fingerprint
 from dspark_jax.decode.sampling import SamplingParams
@@ -65,7 +66,8 @@ class Engine:
         (`parallel.planner`), for full batches at `max_len`.
       slots: requests decoded side by side, a multiple of pipe × expert; 8 of them for every one of those by default.
       dtype: of weights and activations; float32 on a CPU and bfloat16 elsewhere by default.
-      weights: what devices hold of an fp8 or fp4 checkpoint, as for `load`; an `LM` has chosen already.
+      weights, numerics: what devices hold of an fp8 or fp4 checkpoint, and how activations are rounded, as for `load`; an `LM`
+        has chosen already.
       max_len: most positions of a request, prompt included; by default the model's, at most 4096.
       chunk: prompt tokens of one tick and slot.
       rounds_per_call: rounds of one device call; more hide the host's work and let new requests wait longer.
@@ -96,6 +98,7 @@ class Engine:
         slots: int | None = None,
         dtype: jax.typing.DTypeLike | None = None,
         weights: Weights = "dequantised",
+        numerics: Numerics = "default",
         max_len: int | None = None,
         chunk: int = 64,
         rounds_per_call: int = 1,
@@ -121,7 +124,7 @@ class Engine:
         # Before the weights are read: a file that does not fit is refused at once, on every process.
         source = schedule_source(scheduler, profile, temperatures, unsigned, measurable=not spans_processes(mesh))
         placed = None if placement is None else resolve_placement(placement, expert_layers(model, speculate), expert)
-        config, draft, params, tokenizer = read_model(model, mesh, dtype, weights)
+        config, draft, params, tokenizer = read_model(model, mesh, dtype, weights, numerics)
         limit = config.max_position_embeddings
         self.max_len = int(min(limit, 4096) if max_len is None else max_len)
         draft = draft if speculate else None

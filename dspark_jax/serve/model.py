@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from dspark_jax.api import LM, model_folder
 from dspark_jax.checkpoint.reader import Weights, open_checkpoint, read_tokenizer
-from dspark_jax.config import DraftConfig, read_config
+from dspark_jax.config import DraftConfig, Numerics, read_config
 from dspark_jax.config_dense import v4_config
 from dspark_jax.eplb.namespace import ExpertLayers
 from dspark_jax.parallel.mesh import EXPERT
@@ -27,7 +27,9 @@ def expert_layers(model: str | Path | LM, speculate: bool) -> ExpertLayers:
     return layers if speculate else replace(layers, draft=None)
 
 
-def read_model(model: str | Path | LM, mesh: Mesh, dtype: Any, weights: Weights) -> tuple[Any, Any, Any, Any]:
+def read_model(
+    model: str | Path | LM, mesh: Mesh, dtype: Any, weights: Weights, numerics: Numerics = "default"
+) -> tuple[Any, Any, Any, Any]:
     """Configurations, parameters and tokenizer. Parameters of an LM are on the host; those of a folder are read when they
     are placed, one after the other (`checkpoint.values.Deferred`).
     """
@@ -35,5 +37,6 @@ def read_model(model: str | Path | LM, mesh: Mesh, dtype: Any, weights: Weights)
         return v4_config(model.config, "engine: the LM"), model.draft_config, jax.device_get(model._params), model.tokenizer
     folder = model_folder(model)
     default = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else jnp.bfloat16
-    read = open_checkpoint(folder, dtype=default if dtype is None else dtype, axis=EXPERT, weights=weights)
+    dtype = default if dtype is None else dtype
+    read = open_checkpoint(folder, dtype=dtype, axis=EXPERT, weights=weights, numerics=numerics)
     return v4_config(read.config, f"engine: {folder}"), read.draft, read.params, read_tokenizer(folder)

@@ -163,7 +163,7 @@ def test_both_ways_of_keeping_nanos_experts_decode_the_same(both):
 class Answers:
     """As much of an `LM` as `agreement` uses: a real target, and texts that were written down."""
 
-    gamma = 2
+    config, gamma = MICRO, 2
 
     def __init__(self, seed: int, texts: dict[str, list[int]], expert: int = 1):
         self._graph, _ = layout.skeleton(MICRO, None, dtype=jnp.float32, axis="expert")

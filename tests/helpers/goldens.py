@@ -3,12 +3,13 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dspark_jax.checkpoint.layout import from_tensors
+from dspark_jax.checkpoint.layout import entries, from_tensors
 from dspark_jax.config import DraftConfig, RopeConfig, TargetConfig
 from dspark_jax.models.speculative import SpeculativeLM
 
@@ -74,10 +75,13 @@ def configs(cfg: dict, max_len: int = 256) -> tuple[TargetConfig, DraftConfig]:
     return target, draft
 
 
-def build_model(config: TargetConfig, draft: DraftConfig | None, weights: dict[str, np.ndarray]) -> SpeculativeLM:
-    """A model with the given checkpoint tensors, fp32."""
-    graph, params = nnx.split(nnx.eval_shape(lambda: SpeculativeLM(config, draft, rngs=nnx.Rngs(0))))
-    flat = {path: jnp.asarray(value) for path, value in from_tensors(params, weights).items()}
+def build_model(
+    config: TargetConfig, draft: DraftConfig | None, weights: dict[str, np.ndarray], dtype: Any = jnp.float32
+) -> SpeculativeLM:
+    """A model with the given checkpoint tensors; `dtype` is that of activations and of what a checkpoint may hold in it."""
+    graph, params = nnx.split(nnx.eval_shape(lambda: SpeculativeLM(config, draft, dtype=dtype, rngs=nnx.Rngs(0))))
+    kinds = {entry.path: dtype if entry.dtype == "weight" else None for entry in entries(params)}
+    flat = {path: jnp.asarray(value, kinds[path]) for path, value in from_tensors(params, weights).items()}
     nnx.replace_by_pure_dict(params, nnx.traversals.unflatten_mapping(flat))
     return nnx.merge(graph, params)
 

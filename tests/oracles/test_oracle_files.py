@@ -39,6 +39,20 @@ def test_committed_goldens_are_what_the_oracle_computes(name: str):
     compare(load(COMMITTED / name), load(FILES / name))
 
 
+def test_committed_numerics_are_what_the_oracle_computes():
+    """In bfloat16 another processor may add in another order: there the bound is the oracle's distance to itself."""
+    committed, fresh = (load(folder / "v4_numerics_goldens.npz") for folder in (COMMITTED, FILES))
+    chaotic = [key for key in committed if key.startswith("ref") and not key.endswith(("/ids", "/draft_steps"))]
+    for mode in ("ref", "ref+inputs"):
+        first, stepwise = (committed[f"{mode}/{key}_logits"] for key in ("target", "stepwise"))
+        again = fresh[f"{mode}/target_logits"]
+        assert np.linalg.norm(first - again) <= 1.2 * np.linalg.norm(first - stepwise), mode
+    for data in (committed, fresh):
+        for key in chaotic:
+            del data[key]
+    compare(committed, fresh)
+
+
 @pytest.mark.parametrize(
     ("name", "fresh", "how"),
     [

@@ -110,7 +110,7 @@ def expected(c: v4_oracle.Cfg, P: Weights, ids: torch.Tensor, steps: list[int]) 
     return {
         "ids": ids.numpy(),
         "target_logits": logits.numpy(),
-        "main_hidden": taps.numpy(),
+        "main_hidden": taps.float().numpy(),
         "draft_steps": np.array(steps),
         "draft_tokens": torch.stack(tokens).numpy(),
         "draft_logits": torch.stack(draft_logits).numpy(),
