@@ -41,13 +41,19 @@ def decode(
         raise ConfigError(f"--batch is {batch!r}; expected positive integers with commas between them")
     records.check_out(out)
     chosen = [p.prompt for p in read_prompts(prompts)]
+    if (most := max(map(int, sizes))) > len(chosen):
+        raise RequestError(f"--batch is {batch!r}, and {prompts} has {len(chosen)} prompts; give {most}, or a smaller batch")
     with loading():
         lm = api.load(model, drafter=drafter, draft_tokens=draft_tokens)
     ids = chosen if not chat else [conversation(lm, words) for words in chosen]
-    found = []
+    found, name = [], " ".join(Path(part).name for part in (model, drafter) if part)
     for size in map(int, sizes):
         given = ids[: max(size, count)]
-        found.append(decode_speed(lm, given, params, size, repeats=repeats, report=lambda s: print(s, file=sys.stderr)))
+        found.append(decode_speed(lm, given, params, size, name=name, repeats=repeats, report=_say))
         if out is not None:
             records.merge(out, found)
     print(records.table(found))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

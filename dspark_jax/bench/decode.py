@@ -22,11 +22,12 @@ def decode_speed(
     params: SamplingParams,
     batch: int,
     *,
+    name: str,
     repeats: int = 5,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """One record of `bench.records` for all `prompts` in groups of `batch`: `time_us` a token with the drafter, the peer
-    "plain" without it.
+    """One record of `bench.records` for `prompts` in groups of `batch` (what fills no group is left out): `time_us` a token
+    with the drafter, the peer "plain" without it. `name` is of the pair of models, and begins the case.
 
     The two take turns, and the medians over `repeats` are kept. `speedup` is the median of the ratios within a turn, `tau`
     tokens a round. Answers end where they end, so the two do the same work at temperature 0 only.
@@ -59,7 +60,8 @@ def decode_speed(
         ratios.append(each[False] / each[True])
         report(f"batch {batch}, turn {turn + 1}: {1e6 / each[True]:.0f} tokens/s, plain {1e6 / each[False]:.0f}")
     device = lm.mesh.devices.flat[0].device_kind
-    case = f"batch={batch} temperature={params.temperature:g} prompts={len(groups) * batch} max_tokens={params.max_tokens}"
+    count, limit = len(groups) * batch, params.max_tokens
+    case = f"{name} batch={batch} temperature={params.temperature:g} prompts={count} max_tokens={limit}"
     found = record("decode", case, device, median(times[True]), None, None)
     found["peers"] = {"plain": round(median(times[False]), 2)}
     return found | {"speedup": round(median(ratios), 3), "tau": round(committed / rounds, 3) if rounds else None}
