@@ -28,6 +28,7 @@ def train(
     head: Annotated[str, typer.Option(help="Sequential head: vanilla, gated, rnn, or none (DFlash).")] = "vanilla",
     block_size: Annotated[int, typer.Option(help="Drafts of a round.")] = 7,
     layers: Annotated[int, typer.Option(help="The drafter's own layers.")] = 2,
+    intermediate: Annotated[int | None, typer.Option(help="Width of their MLPs; by default the target's.")] = None,
     taps: Annotated[
         str, typer.Option(help="Target layers that it reads, as in 1,7,14,20,27; by default five, evenly spread.")
     ] = "",
@@ -62,6 +63,7 @@ def train(
         markov_rank=markov_rank, mask_token_id=mask_token, conversations=conversations, prompt_tokens=prompt_tokens,
         answer_tokens=answer_tokens, temperatures=tuple(_numbers("--temperatures", temperatures, float)), steps=steps,
         batch=batch, anchors=anchors, peak=learning_rate, slots=slots, seed=seed, openings=_openings(openings, prompts),
+        intermediate=intermediate,
     )  # fmt: skip
     words = None if prompts is None else [p.prompt for p in read_prompts(prompts)]
     chosen = chosen_mesh(mesh, emulate_devices)[1]

@@ -47,6 +47,7 @@ class DrafterRecipe:
     Attributes:
       block_size: drafts of a round, gamma.
       layers: the drafter's own.
+      intermediate: width of their MLPs; None: as wide as the target's.
       taps: target layers that it reads; empty: five, spread as DeepSpec does.
       head, markov_rank: the sequential head; "none" for DFlash, which has no confidence head either.
       mask_token_id: fills the rows behind the anchor; None: the vocabulary's last id.
@@ -61,6 +62,7 @@ class DrafterRecipe:
 
     block_size: int = 7
     layers: int = 2
+    intermediate: int | None = None
     taps: tuple[int, ...] = ()
     head: HeadKind = "markov"
     markov_rank: int = 64
@@ -81,6 +83,8 @@ class DrafterRecipe:
         least = {"block_size": 1, "layers": 1, "conversations": 1, "prompt_tokens": 2, "answer_tokens": 2, "steps": 4}
         least |= {"batch": 1, "anchors": 1, "slots": 1, "markov_rank": 1, "seed": 0}
         faults = [f"{n} is {getattr(self, n)}; expected at least {low}" for n, low in least.items() if getattr(self, n) < low]
+        if self.intermediate is not None and self.intermediate < 1:
+            faults.append(f"intermediate is {self.intermediate}; expected at least 1, or None for the target's width")
         if not self.peak > 0:
             faults.append(f"peak is {self.peak}; expected more than 0")
         if not self.temperatures or not all(0 <= t < 100 for t in self.temperatures):
@@ -95,7 +99,13 @@ class DrafterRecipe:
         spread = np.linspace(1, max(count - 3, 1), 5).round().astype(int).tolist()
         taps = self.taps or tuple(dict.fromkeys(min(t, count - 2) for t in spread))
         found = StandaloneConfig(
-            layers=replace(target, num_hidden_layers=self.layers, qk_norm=True, tie_word_embeddings=False),
+            layers=replace(
+                target,
+                num_hidden_layers=self.layers,
+                intermediate_size=self.intermediate or target.intermediate_size,
+                qk_norm=True,
+                tie_word_embeddings=False,
+            ),
             block_size=self.block_size,
             mask_token_id=target.vocab_size - 1 if self.mask_token_id is None else self.mask_token_id,
             target_layer_ids=taps,

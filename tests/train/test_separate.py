@@ -29,7 +29,7 @@ from helpers.runner import scaled_error
 from helpers.standalone import TARGET, open_pair
 
 RECIPE = DrafterRecipe(
-    block_size=3, layers=1, taps=(0, 2, 4), markov_rank=4, conversations=6, prompt_tokens=8, answer_tokens=12,
+    block_size=3, layers=1, intermediate=24, taps=(0, 2, 4), markov_rank=4, conversations=6, prompt_tokens=8, answer_tokens=12,
     steps=8, batch=4, anchors=3, slots=4, seed=3,
 )  # fmt: skip
 PROMPTS = ["Hello 12", "abc", "what is", "0123", "xyz", "long", "too long for the recipe"]
@@ -115,6 +115,7 @@ def test_a_run_that_was_stopped_resumes_to_the_same_drafter(target: Path, tmp_pa
     assert losses["one"] == losses["two"] and len(losses["one"]) == 8
     written = Conversations.read(tmp_path / "one/work/conversations.npz")
     assert len(written.token) == 6 and set(written.prompt) == {8, 3, 7, 4}
+    assert one["layers.0.mlp.down_proj.weight"].shape[1] == 24
     assert "embed_tokens.weight" not in one and "lm_head.weight" not in one  # the target's
     lm = load(target, drafter=tmp_path / "one/out")
     assert isinstance(lm.draft_config, StandaloneConfig) and lm.draft_config.num_target_layers == 6
@@ -128,8 +129,10 @@ def test_a_run_that_was_stopped_resumes_to_the_same_drafter(target: Path, tmp_pa
 
 def test_impossible_settings_are_named_all_at_once(target: Path, tmp_path: Path):
     with pytest.raises(ConfigError) as error:
-        replace(RECIPE, steps=0, batch=0, peak=0.0, temperatures=(), openings=())
-    assert all(f"{name} is" in str(error.value) for name in ("steps", "batch", "peak", "temperatures", "openings"))
+        replace(RECIPE, steps=0, batch=0, peak=0.0, temperatures=(), openings=(), intermediate=0)
+    assert all(
+        f"{name} is" in str(error.value) for name in ("intermediate", "steps", "batch", "peak", "temperatures", "openings")
+    )
     with pytest.raises(ConfigError, match="holds 5, the target's last layer"):
         train_drafter(target, tmp_path / "out", tmp_path / "work", replace(RECIPE, taps=(0, 5)), prompts=PROMPTS)
     with pytest.raises(ConfigError, match="no prompt of at most 8 tokens has an answer"):
