@@ -138,7 +138,7 @@ def read_prompts(path: Path, kind: str | None = None) -> list[EvalPrompt]:
     Raises RequestError that names every faulty line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(): JSON allows U+2028 within a text
     except UnicodeDecodeError as error:
         problem = f"is not UTF-8 text ({error.reason} at byte {error.start}); convert it"
         raise RequestError(f"prompt file {str(path)!r} {problem}") from None

@@ -38,6 +38,13 @@ def nano() -> LM:
     return load("nano")
 
 
+def test_a_line_of_a_prompt_file_ends_at_a_newline_only(tmp_path: Path):
+    """JSON allows the line separators of Unicode within a text; published prompt files hold some."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes('{"prompt": "a\u2028b\u0085c"}\r\n{"prompt": "d"}\n'.encode())
+    assert read_prompts(file) == [EvalPrompt("a\u2028b\u0085c"), EvalPrompt("d")]
+
+
 def test_prompt_files_of_deepspec_give_their_first_turns(tmp_path: Path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"turns": ["first", "second"]}\n{"prompt": "own", "turns": ["other"], "kind": "code"}\n')
