@@ -16,10 +16,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dspark_jax.chat import ChatTemplate, read_chat
 from dspark_jax.checkpoint.drafter import with_drafter
-from dspark_jax.checkpoint.reader import Weights, open_checkpoint, read_tokenizer
+from dspark_jax.checkpoint.reader import LoadedCheckpoint, Weights, open_checkpoint, read_tokenizer
 from dspark_jax.compilation_cache import use_default_cache
 from dspark_jax.config import Numerics
-from dspark_jax.config_dense import DenseConfig, ModelConfig
+from dspark_jax.config_dense import ModelConfig
 from dspark_jax.config_drafter import AnyDraftConfig
 from dspark_jax.decode.batch import BatchDecoder, Commit, Request
 from dspark_jax.decode.sampling import MAX_LOGPROBS, SamplingParams
@@ -59,8 +59,8 @@ def model_folder(model: str | Path) -> Path:
         return Path(model)
     if is_gguf(model):
         raise CheckpointError(
-            f"model {str(model)!r} is a GGUF file, which runs by `load` and `dspark-jax generate` on one pipeline rank of one"
-            " process; expected the path of a folder here"
+            f"model {str(model)!r} is a GGUF file, which runs by `load` and `Engine` and the commands that use these;"
+            " expected the path of a folder here"
         )
     near = difflib.get_close_matches(str(model).lower(), names, 1, 0.5)
     known = f"the name of a shipped model ({', '.join(names)})" if names else "a shipped model (none is installed)"
@@ -122,30 +122,40 @@ def load(
     faults = list(verify_faults(verify))
     if draft_tokens is not None and drafter is None:
         faults.append(f"draft_tokens is {draft_tokens!r}, without a drafter whose drafts it could count; leave it out")
-    if path.is_file() and weights != "dequantised":
-        faults.append(f"weights is {weights!r}; a GGUF file is dequantised when it is read: use 'dequantised'")
-    if path.is_file() and numerics != "default":
-        faults.append(f"numerics is {numerics!r}; a GGUF file is of another family than DeepSeek-V4: use 'default'")
-    raise_all(ConfigError, "load", faults)
+    raise_all(ConfigError, "load", [*faults, *gguf_faults(path, weights, numerics)])
     source = schedule_source(scheduler, profile, temperatures, unsigned)
     mesh = checked_mesh(mesh)
     default = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else jnp.bfloat16
     dtype = default if dtype is None else dtype
     # LM reads the weights, when it has checked everything else.
-    if path.is_dir():
-        read = open_checkpoint(path, dtype=dtype, axis=EXPERT, weights=weights, numerics=numerics)
-        tokenizer = read_tokenizer(path)
-        chat = read_chat(path, tokenizer)
-    else:
-        from dspark_jax.checkpoint.gguf_file import open_gguf  # its package is an extra
-
-        read, tokenizer, chat = open_gguf(path, dtype=dtype)
+    read, tokenizer, chat = open_model(path, dtype, weights, numerics)
     if drafter is not None:
         read = with_drafter(read, drafter, tokenizer, dtype=dtype, draft_tokens=draft_tokens)
     return LM(
         read.config, read.draft, read.graph, read.params, tokenizer, mesh=mesh, max_len=max_len, scheduler=source,
         verify=verify, chat=chat,
     )  # fmt: skip
+
+
+def gguf_faults(path: Path, weights: Weights, numerics: Numerics) -> Iterator[str]:
+    """What is asked for and cannot be had of a GGUF file, if `path` is one."""
+    if path.is_file() and weights != "dequantised":
+        yield f"weights is {weights!r}; a GGUF file is dequantised when it is read: use 'dequantised'"
+    if path.is_file() and numerics != "default":
+        yield f"numerics is {numerics!r}; a GGUF file is of another family than DeepSeek-V4: use 'default'"
+
+
+def open_model(
+    path: Path, dtype: jax.typing.DTypeLike, weights: Weights, numerics: Numerics
+) -> tuple[LoadedCheckpoint, Any, ChatTemplate | None]:
+    """A folder or a GGUF file with its tokenizer and its chat template; weights are read when they are placed."""
+    if path.is_dir():
+        read = open_checkpoint(path, dtype=dtype, axis=EXPERT, weights=weights, numerics=numerics)
+        tokenizer = read_tokenizer(path)
+        return read, tokenizer, read_chat(path, tokenizer)
+    from dspark_jax.checkpoint.gguf_file import open_gguf  # its package is an extra
+
+    return open_gguf(path, dtype=dtype)
 
 
 def check_mesh(mesh: Mesh, experts: int) -> None:
@@ -205,7 +215,7 @@ class LM:
         if not isinstance(self.max_len, int | np.integer) or not 2 <= self.max_len <= limit:
             raise ConfigError(f"max_len is {max_len!r}; expected 2 … {limit}, the model's max_position_embeddings")
         self.mesh = checked_mesh(mesh)
-        check_mesh(self.mesh, 0 if isinstance(config, DenseConfig) else config.n_routed_experts)
+        check_mesh(self.mesh, config.n_routed_experts)
         if self._schedule is not None:
             self._schedule.check(draft, fingerprint_of(config, draft, params, self.mesh), params)
         specs = param_specs(params)

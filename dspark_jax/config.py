@@ -287,7 +287,7 @@ def target_from_hf(config: Mapping[str, Any], source: str = "config.json") -> Ta
         if family in DENSE_FAMILIES:
             raise ConfigError(
                 f"{source}: model_type is {family!r}; expected 'deepseek_v4' here: dense models run by `load` and"
-                " `dspark-jax generate` on one pipeline rank of one process"
+                " `Engine`, which generate, evaluate, profile and bench use"
             )
         other = " (V4.1 is another architecture under a similar name)" if family == "deepseek_v41" else ""
         raise ConfigError(

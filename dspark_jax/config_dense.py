@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from dspark_jax.config import DENSE_FAMILIES, MOST, TargetConfig, is_int
 from dspark_jax.errors import ConfigError, raise_all
@@ -35,6 +35,10 @@ class DenseConfig:
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    # What every dense model has: one residual stream, and no experts.
+    hc_mult: ClassVar[int] = 1
+    n_routed_experts: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         raise_all(ConfigError, "dense config", _faults(vars(self)))
@@ -109,8 +113,8 @@ def v4_config(config: ModelConfig, source: str) -> TargetConfig:
     """`config`, where only DeepSeek-V4-style targets will do; raises ConfigError that names `source` for a dense one."""
     if isinstance(config, DenseConfig):
         raise ConfigError(
-            f"{source}: is a dense model, which runs by `load` and `dspark-jax generate` on one pipeline rank of one process;"
-            " expected a DeepSeek-V4-style model here"
+            f"{source}: is a dense model, which runs by `load` and `Engine` and the commands that use these; expected a"
+            " DeepSeek-V4-style model here"
         )
     return config
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from dspark_jax.config import DENSE_FAMILIES, DraftConfig, HeadKind, is_int
 from dspark_jax.config_dense import DenseConfig, dense_from_hf, dense_to_hf
@@ -65,6 +65,11 @@ class StandaloneConfig:
     def kind(self) -> DrafterKind:
         """DFlash is DSpark without a sequential head."""
         return DrafterKind.DFLASH if self.head == "none" else DrafterKind.STANDALONE_DSPARK
+
+    @property
+    def num_stages(self) -> int:
+        """Layer positions that it takes behind the target's."""
+        return self.layers.num_hidden_layers
 
     @property
     def block_rows(self) -> int:
@@ -156,6 +161,13 @@ class DraftModelConfig:
     model: DenseConfig
     block_size: int = DRAFT_TOKENS
     mask_token_id: int | None = None
+
+    target_layer_ids: ClassVar[tuple[int, ...]] = ()  # it reads none
+
+    @property
+    def num_stages(self) -> int:
+        """Layer positions that it takes behind the target's."""
+        return self.model.num_hidden_layers
 
     @property
     def kind(self) -> DrafterKind:

@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 from dspark_jax.bench.load_run import Workload
 from dspark_jax.bench.stage_programs import scaled
 from dspark_jax.bench.synthetic import SyntheticRing, random_params, ring_makers, shapes_of
-from dspark_jax.config import DraftConfig, TargetConfig
+from dspark_jax.config_dense import ModelConfig
+from dspark_jax.config_drafter import AnyDraftConfig
 from dspark_jax.decode.calibrate import Rounds
 from dspark_jax.decode.rounds_file import read_rounds
 from dspark_jax.errors import ConfigError, RequestError
@@ -70,8 +71,8 @@ class Model:
     """
 
     name: str
-    config: TargetConfig
-    draft: DraftConfig
+    config: ModelConfig
+    draft: AnyDraftConfig
     params: Any
     dtype: Any
     workload: Workload
@@ -92,24 +93,33 @@ class Model:
         return ring.pipeline.place(self.params, ring.mesh) if self.rounds is None else random_params(ring)
 
 
-def real_model(name: str, prompts: Path, temperature: float, seed: int, dtype: str | None, mesh: Mesh) -> Model:
-    """A shipped model or a checkpoint folder, with the prompts of a file.
+def real_model(
+    name: str,
+    prompts: Path,
+    temperature: float,
+    seed: int,
+    dtype: str | None,
+    mesh: Mesh,
+    drafter: Path | None = None,
+    draft_tokens: int | None = None,
+) -> Model:
+    """A shipped model or a checkpoint folder, with the prompts of a file; `drafter` as for `Engine`.
 
     Raises DSparkError for what cannot be read, and for a model without a drafter.
     """
     from dspark_jax.evaluate import read_prompts  # needs what the command line needs
 
     texts = [p.prompt for p in read_prompts(prompts, None)]
-    config, draft, params, tokenizer = read_model(name, mesh, dtype, "dequantised")
+    read = read_model(name, mesh, dtype, "dequantised", drafter=drafter, draft_tokens=draft_tokens)
+    config, draft = read.config, read.draft
     if draft is None:
-        raise RequestError(f"--model {name} has no drafter; choose one with mtp.* stages")
+        raise RequestError(f"--model {name} has no drafter; choose one with mtp.* stages, or give it one (--drafter)")
     if not temperature >= 0:
         raise RequestError(f"--temperature is {temperature}; expected a number >= 0")
-    reader = RequestReader(config, as_tokenizer(tokenizer), config.max_position_embeddings)
+    reader = RequestReader(config, as_tokenizer(read.tokenizer), config.max_position_embeddings)
     ids = tuple(tuple(request.prompt[:PROMPT]) for request in reader.read(texts, None, True))
-    stored_as = jnp.dtype(jax.tree.leaves(params["target"]["embed"])[0].dtype)
     workload = Texts(ids, temperature, seed)
-    return Model(name, config, draft, params, stored_as, workload, None, draft.block_size + 1)
+    return Model(name, config, draft, read.params, read.dtype, workload, None, draft.block_size + 1)
 
 
 def shaped_model(

@@ -82,11 +82,7 @@ def open_drafter(
     """
     folder = Path(folder)
     config = _dense(target, folder)
-    hf, source = read_json(folder / "config.json"), str(folder / "config.json")
-    files = open_files(folder, published=False)
-    shapes = {name: info.shape for name, info in files.tensors.items()}
-    draft = drafter_from_hf(hf, shapes, source, draft_tokens)
-    raise_all(ConfigError, source, draft.faults(config))
+    draft, files = _read_config(config, folder, draft_tokens)
     if isinstance(draft, DraftModelConfig):
         return _attached(target, draft, open_checkpoint(folder, dtype=dtype).params)
     faults = list(files.faults)
@@ -104,6 +100,20 @@ def open_drafter(
     values = Values(files, entries, config, np.dtype(dtype))
     found = deferred(values, params, faults)
     return LoadedPair(config, draft, graph, _together(params, _flat(target.params), found))
+
+
+def read_drafter_config(config: DenseConfig, folder: Path, draft_tokens: int | None = None) -> SeparateConfig:
+    """The drafter in `folder`, by its config.json and the weights' headers; arguments and errors as of `open_drafter`."""
+    return _read_config(config, folder, draft_tokens)[0]
+
+
+def _read_config(config: DenseConfig, folder: Path, draft_tokens: int | None) -> tuple[SeparateConfig, TensorFiles]:
+    hf, source = read_json(folder / "config.json"), str(folder / "config.json")
+    files = open_files(folder, published=False)
+    shapes = {name: info.shape for name, info in files.tensors.items()}
+    draft = drafter_from_hf(hf, shapes, source, draft_tokens)
+    raise_all(ConfigError, source, draft.faults(config))
+    return draft, files
 
 
 def _attached(target: LoadedCheckpoint, draft: DraftModelConfig, params: nnx.State) -> LoadedPair:

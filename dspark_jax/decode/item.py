@@ -82,8 +82,8 @@ class Layout:
         """Rows of a tick, with those that fill it up."""
         return slots * self.width if self.packed is None else self.packed
 
-    def rows(self, work: WorkItem, lane: Int[Array, "R"]) -> Rows:
-        """The rows of `work`, whose tokens are `width` a slot."""
+    def rows(self, work: WorkItem, lane: Int[Array, "R"] | None) -> Rows:
+        """The rows of `work`, whose tokens are `width` a slot; `lane` as of `Rows`."""
         if self.packed is None:
             return padded_rows(work.token, work.start, work.count, lane)
         return compact_rows(work.token, work.start, work.count, self.packed, lane)

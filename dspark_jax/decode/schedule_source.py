@@ -25,6 +25,7 @@ from dspark_jax.parallel.mesh import EXPERT, PIPE
 FORMS = "fixed:LENGTH, threshold:CONFIDENCE, early-stop, stale-size[:LAG] or stale-rate[:LAG]"
 _STALE = {"stale-size": StaleSize, "stale-rate": StaleRate}
 _WEIGHING = ("early-stop", *_STALE)  # these need step times
+EMBEDDINGS = ("embed", "embed_tokens")  # of V4-style and of dense models
 MEASURE = "measure"  # in place of a file of step times
 
 
@@ -237,7 +238,7 @@ def fingerprint_of(
       ranges: layers of the pipe ranks, where there are several.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    embedding = [leaf for path, leaf in leaves if any(getattr(key, "key", "") == "embed" for key in path)]
+    embedding = [leaf for path, leaf in leaves if any(getattr(key, "key", "") in EMBEDDINGS for key in path)]
     dtype = str((embedding or [leaf for _, leaf in leaves])[0].dtype)
     shape = f"{mesh.shape[PIPE]}x{mesh.shape[EXPERT]}"
     if ranges is not None and len(ranges) > 1:

@@ -20,6 +20,8 @@ class DraftModelDrafter:
     `vocab` is the target's vocabulary, of which the model's own may be a padded one.
     """
 
+    choices = ()  # it has no routers
+
     def __init__(self, model: Qwen3, config: DraftModelConfig, vocab: int):
         self.model, self.config, self.vocab = model, config, vocab
 

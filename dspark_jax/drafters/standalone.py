@@ -4,7 +4,7 @@ Every layer makes keys and values from the target's tapped layers; the rows of a
 and each other in both directions.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 from flax import nnx
@@ -20,7 +20,20 @@ from dspark_jax.drafters.draw import Widen
 from dspark_jax.drafters.draw_kernel import draw
 from dspark_jax.drafters.heads import ConfidenceHead, sequential_head
 from dspark_jax.models.layers import Embedding, Linear, RMSNorm
-from dspark_jax.models.qwen3 import DenseLayer, KeyValueCache, Qwen3
+from dspark_jax.models.qwen3 import DenseLayer, KeyValueCache
+
+
+class DenseEnds(Protocol):
+    """What a drafter may borrow of a dense target, or of its last pipeline rank."""
+
+    dtype: Any
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def embed(self, token: Int[Array, "..."]) -> Float[Array, "... d"]: ...
+
+    def head(self, hidden: Float[Array, "... d"]) -> Float32[Array, "... V"]: ...
 
 
 class Standalone(nnx.Module):
@@ -31,7 +44,7 @@ class Standalone(nnx.Module):
         d, heads = c.hidden_size, config.draft_vocab_size
         # Any: which of these there are depends on the files, and the key names follow the attribute names.
         self.embed_tokens: Any = Embedding(c.vocab_size, d, rngs=rngs) if config.own_embedding else None
-        self.fc = Linear(len(config.target_layer_ids) * d, d, rngs=rngs)
+        self.fc: Any = Linear(len(config.target_layer_ids) * d, d, rngs=rngs)
         self.hidden_norm = RMSNorm(d, c.rms_norm_eps)
         self.layers = nnx.List([DenseLayer(c, rngs=rngs) for _ in range(c.num_hidden_layers)])
         self.norm = RMSNorm(d, c.rms_norm_eps)
@@ -47,11 +60,11 @@ class Standalone(nnx.Module):
         """What all layers make keys and values of (eq. 2)."""
         return self.hidden_norm(self.fc(taps))
 
-    def embed(self, target: Qwen3, token: Int[Array, "..."]) -> Float[Array, "... d"]:
+    def embed(self, target: DenseEnds, token: Int[Array, "..."]) -> Float[Array, "... d"]:
         """Rows of the drafter's embedding, or of the target's."""
         return target.embed(token) if self.embed_tokens is None else self.embed_tokens(token).astype(target.dtype)
 
-    def base_logits(self, target: Qwen3, hidden: Float[Array, "... d"]) -> Float32[Array, "... D"]:
+    def base_logits(self, target: DenseEnds, hidden: Float[Array, "... d"]) -> Float32[Array, "... D"]:
         """Logits of the parallel pass over the drafted vocabulary, from rows behind the norm."""
         return target.head(hidden) if self.lm_head is None else self.lm_head(hidden, jnp.float32)
 
@@ -66,10 +79,15 @@ class Standalone(nnx.Module):
 
 
 class StandaloneDrafter:
-    """`decode.protocols.Drafter` over a target and its drafter's weights; built inside the traced program."""
+    """`decode.protocols.Drafter` over a target and its drafter's weights; built inside the traced program.
 
-    def __init__(self, target: Qwen3, model: Standalone):
-        self.target, self.model = target, model
+    `projected`: context rows are the sum of the projected taps (a pipeline's ranks each add their own), not the taps.
+    """
+
+    choices = ()  # it has no routers
+
+    def __init__(self, target: DenseEnds, model: Standalone, projected: bool = False):
+        self.target, self.model, self.projected = target, model, projected
 
     @property
     def block_size(self) -> int:
@@ -80,7 +98,10 @@ class StandaloneDrafter:
         return tuple(layer.self_attn.init_cache(slots, max_len, self.target.dtype) for layer in self.model.layers)
 
     def write_context(self, context: Float[Array, "B m*d"], rows: Rows, keep: Bool[Array, "B"], cache):
-        fused = self.model.context(context)
+        if self.projected:
+            fused = self.model.hidden_norm(context.astype(self.target.dtype))
+        else:
+            fused = self.model.context(context)
         keep = rows.to_lanes(keep) & rows.lane_valid
         written = []
         for layer, state in zip(self.model.layers, cache, strict=True):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dspark_jax.config import DraftConfig, TargetConfig
+from dspark_jax.config_dense import ModelConfig
 from dspark_kernels.formats import block_shapes
 
 Ranges = tuple[tuple[int, int], ...]
@@ -206,6 +207,6 @@ def rank_cache(c: TargetConfig, draft: DraftConfig | None, ranges: Ranges, rank:
     return found
 
 
-def padded_vocab(c: TargetConfig, expert: int) -> int:
+def padded_vocab(c: ModelConfig, expert: int) -> int:
     """The vocabulary, filled up to a multiple of the expert ranks."""
     return -(-c.vocab_size // expert) * expert

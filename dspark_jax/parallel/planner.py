@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dspark_jax.config import DraftConfig, TargetConfig
+from dspark_jax.config_dense import DenseConfig, ModelConfig
+from dspark_jax.config_drafter import AnyDraftConfig
 from dspark_jax.errors import ConfigError, raise_all
+from dspark_jax.parallel.dense_cost import DenseCosts
 from dspark_jax.parallel.leaves import ITEM_SIZE, Ranges
 from dspark_jax.parallel.stage_cost import CostModel, Workload
 from dspark_jax.parallel.stage_memory import StageMemory, stage_memory
@@ -98,8 +100,8 @@ class StagePlan:
 
 
 def plan_stages(
-    config: TargetConfig,
-    draft: DraftConfig | None,
+    config: ModelConfig,
+    draft: AnyDraftConfig | None,
     pipe: int,
     *,
     rows: int,
@@ -145,8 +147,8 @@ def plan_stages(
 
 
 def given_stages(
-    config: TargetConfig,
-    draft: DraftConfig | None,
+    config: ModelConfig,
+    draft: AnyDraftConfig | None,
     stages: str | Sequence[tuple[int, int]],
     pipe: int | None = None,
     *,
@@ -238,7 +240,7 @@ def _span(first: int, end: int) -> str:
     return f"{first}-{end - 1}"
 
 
-def _pipe_faults(config: TargetConfig, pipe: int) -> list[str]:
+def _pipe_faults(config: ModelConfig, pipe: int) -> list[str]:
     if pipe < 1:
         return [f"pipe is {pipe}; expected at least 1"]
     if pipe > config.num_hidden_layers:
@@ -246,10 +248,13 @@ def _pipe_faults(config: TargetConfig, pipe: int) -> list[str]:
     return []
 
 
-def _faults(config: TargetConfig, draft: DraftConfig | None, load: Workload) -> list[str]:
-    faults = list(draft.faults(config)) if draft else []
+def _faults(config: ModelConfig, draft: AnyDraftConfig | None, load: Workload) -> list[str]:
+    separate: Any = config  # a drafter refuses a target of another family
+    faults = list(draft.faults(separate)) if draft else []
     slots, experts = load.num_slots, config.n_routed_experts
-    if slots is not None and (load.expert < 1 or slots < experts or slots % load.expert):
+    if slots is not None and not experts:
+        faults.append(f"num_slots is {slots}; a dense model has no experts: leave it out")
+    elif slots is not None and (load.expert < 1 or slots < experts or slots % load.expert):
         faults.append(
             f"num_slots is {slots}; expected at least {experts}, the routed experts, and a multiple of expert ="
             f" {load.expert}"
@@ -271,11 +276,17 @@ def _faults(config: TargetConfig, draft: DraftConfig | None, load: Workload) -> 
 class _CostTable:
     """Costs of all layers and of the last rank's ends."""
 
-    def __init__(self, config: TargetConfig, draft: DraftConfig | None, load: Workload, model: CostModel):
+    def __init__(self, config: ModelConfig, draft: AnyDraftConfig | None, load: Workload, model: CostModel):
+        drafter: Any = draft  # of the target's family, or it was refused
         # Layers of one kind cost the same to the bit, so that ties are ties.
-        self.layers = [model.layer(config, draft, i, load) for i in range(config.num_hidden_layers)]
-        self.head = model.head(config, draft, load)
-        self.drafter = model.drafter(config, draft, load) if draft else 0.0
+        layers = range(config.num_hidden_layers)
+        if isinstance(config, DenseConfig):
+            dense = DenseCosts(model, config, drafter, load)
+            self.layers, self.head, self.drafter = [dense.layer(i) for i in layers], dense.head(), dense.drafter()
+            return
+        self.layers = [model.layer(config, drafter, i, load) for i in layers]
+        self.head = model.head(config, drafter, load)
+        self.drafter = model.drafter(config, drafter, load) if draft else 0.0
 
     def rank(self, first: int, end: int, last: bool) -> RankCost:
         layers = math.fsum(self.layers[first:end])
@@ -308,7 +319,7 @@ def _best_cut(
 
 
 def _plan(
-    config: TargetConfig, draft: DraftConfig | None, ranges: Ranges, load: Workload, table: _CostTable
+    config: ModelConfig, draft: AnyDraftConfig | None, ranges: Ranges, load: Workload, table: _CostTable
 ) -> StagePlan:
     last = len(ranges) - 1
     return StagePlan(

@@ -21,9 +21,9 @@ from dspark_jax.decode.protocols import Proposal
 from dspark_jax.decode.schedule import Ordered
 from dspark_jax.errors import ConfigError
 from dspark_jax.parallel.mesh import EXPERT
+from dspark_jax.parallel.parts import Stage
 from dspark_jax.parallel.ring import Ring
 from dspark_jax.parallel.ring_timer import RingTimer, drafts_of
-from dspark_jax.parallel.stage import PipeStage
 
 CALLS, SETTLING = 8, 2  # calls of one measurement, and calls before it in which the ordered lengths take hold
 
@@ -105,7 +105,7 @@ class _Switched:
 
 
 class _MeasuredRing(Ring):
-    def _drafter(self, stage: PipeStage) -> Any:
+    def _drafter(self, stage: Stage) -> Any:
         drafter = stage.drafter
         return drafter and _Switched(drafter, self.spec.config.vocab_size)
 

@@ -32,8 +32,9 @@ from dspark_jax.errors import ConfigError, raise_all
 from dspark_jax.models.moe import Routed
 from dspark_jax.models.numerics import compiler_options
 from dspark_jax.parallel.mesh import EXPERT, PIPE
+from dspark_jax.parallel.parts import Stage
 from dspark_jax.parallel.stacking import Stacked
-from dspark_jax.parallel.stage import Pipeline, PipelineSpec, PipeStage
+from dspark_jax.parallel.stage import Pipeline, PipelineSpec
 
 MAX_STOPS = 8
 
@@ -136,10 +137,10 @@ class Ring:
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    def _stage(self, leaves: dict[str, Any], rank: int) -> PipeStage:
+    def _stage(self, leaves: dict[str, Any], rank: int) -> Stage:
         return self.pipeline.stage(leaves, rank)
 
-    def _drafter(self, stage: PipeStage) -> Any:
+    def _drafter(self, stage: Stage) -> Any:
         """What drafts on the last rank, None on the others; measurements put theirs around it."""
         return stage.drafter
 
@@ -163,7 +164,7 @@ class Ring:
             control=control,
             verify=jnp.zeros((r,), jnp.int32),
             streams=jnp.zeros((r, self.width, c.hc_mult * c.hidden_size), self.spec.dtype),
-            context=jnp.zeros((r, self.width, c.hidden_size if self.spec.draft else 0), jnp.float32),
+            context=jnp.zeros((r, self.width, self.spec.context_width), jnp.float32),
         )
 
     @cached_property
@@ -236,7 +237,8 @@ class Ring:
         stage, r = self._stage(params, rank), self.local_slots
         target_cache, draft_cache = self.caches.take(caches, rank)
         work = item.work(layout.width)
-        rows = layout.rows(work, microbatch * r + jnp.arange(r))
+        # The only microbatch has all lanes in order, and attention then reads keys and values where they lie.
+        rows = layout.rows(work, microbatch * r + jnp.arange(r) if self.pipe > 1 else None)
         if rank == 0:
             streams = stage.embed_streams(rows.token)
             context = jnp.zeros((layout.size(r), item.context.shape[-1]), jnp.float32)
@@ -305,7 +307,9 @@ def _faults(spec: PipelineSpec, mesh: Mesh, sizes: RingConfig):
         yield f"the mesh is {dict(mesh.shape)}; the stages need {PIPE} = {spec.pipe} and {EXPERT} = {spec.expert}"
     if sizes.slots < 1 or sizes.slots % spec.expert:
         yield f"slots is {sizes.slots}; expected a positive multiple of the expert axis, {spec.expert}"
-    if spec.placement is not None:
+    if not spec.config.n_routed_experts:
+        yield from _dense_faults(spec, sizes)
+    elif spec.placement is not None:
         yield from _placement_faults(spec, spec.placement)
     elif spec.config.n_routed_experts % spec.expert:
         yield f"{EXPERT} is {spec.expert}; expected a divisor of the model's {spec.config.n_routed_experts} routed experts"
@@ -338,6 +342,13 @@ def _bucket_faults(spec: PipelineSpec, sizes: RingConfig):
                 f"buckets has {', '.join(map(str, large))}; expected at most {whole}, the rows of {slots} whole blocks on an"
                 " expert rank"
             )
+
+
+def _dense_faults(spec: PipelineSpec, sizes: RingConfig):
+    if spec.placement is not None:
+        yield "a placement is given, and a dense model has no experts to place; leave it out"
+    if sizes.count_experts:
+        yield "count_experts is on, and a dense model has no experts whose rows could be counted; leave it out"
 
 
 def _placement_faults(spec: PipelineSpec, placement: Placement):

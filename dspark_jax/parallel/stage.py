@@ -13,6 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Float32, Int
 
 from dspark_jax.config import DraftConfig, TargetConfig
+from dspark_jax.config_dense import DenseConfig, ModelConfig
+from dspark_jax.config_drafter import AnyDraftConfig
 from dspark_jax.decode.rows import Rows
 from dspark_jax.drafters.dspark import DSpark, DSparkDrafter
 from dspark_jax.eplb.placement import PlacedLayer, Placement, expand_by_slot
@@ -23,7 +25,9 @@ from dspark_jax.models.deepseek_v4 import tap
 from dspark_jax.models.hyper_connection import HyperHead
 from dspark_jax.models.layers import Linear, RMSNorm
 from dspark_jax.models.moe import Routed
+from dspark_jax.parallel.dense_stage import DenseParts
 from dspark_jax.parallel.mesh import EXPERT, PIPE
+from dspark_jax.parallel.parts import Parts, Stage, filled_up, own_shape, rows_of_tap
 from dspark_jax.parallel.stacking import Path, Stacked, path_of
 from dspark_jax.parallel.vocabulary import SplitEmbedding, SplitHead
 
@@ -42,8 +46,8 @@ class PipelineSpec:
       placement: where the experts of all layers are, draft stages included; None has each once, in order.
     """
 
-    config: TargetConfig
-    draft: DraftConfig | None
+    config: ModelConfig
+    draft: AnyDraftConfig | None
     ranges: Ranges
     expert: int
     dtype: Any = jnp.float32
@@ -58,8 +62,17 @@ class PipelineSpec:
         return self.draft.block_size if self.draft else 0
 
     @property
+    def context_width(self) -> int:
+        """Channels of what the ranks hand the drafter of their layers; 0 where it reads tokens alone, or there is none."""
+        return self.config.hidden_size if self.draft and self.draft.target_layer_ids else 0
+
+    @property
     def expert_layers(self) -> tuple[tuple[int, ...], ...]:
-        """For every rank the layers of its positions in the one namespace: its target layers, then draft stages."""
+        """For every rank the layers of its positions in the one namespace: its target layers, then draft stages. A dense
+        model has none.
+        """
+        if not self.config.n_routed_experts:
+            return ((),) * self.pipe
         base = self.config.num_hidden_layers
         stages = range(base, base + (self.draft.num_stages if self.draft else 0))
         target = [tuple(range(first, end)) for first, end in self.ranges]
@@ -84,6 +97,7 @@ class PipeStage(nnx.Module):
 
     def __init__(self, spec: PipelineSpec, rank: int, *, rngs: nnx.Rngs):
         c, draft, (first, end) = spec.config, spec.draft, spec.ranges[rank]
+        assert isinstance(c, TargetConfig) and isinstance(draft, DraftConfig | None)
         last = rank == spec.pipe - 1
         attention = [Attention(c, c.compress_ratios[i], rngs=rngs) for i in range(first, end)]
         layers = zip(range(first, end), attention, strict=True)
@@ -152,12 +166,58 @@ class PipeStage(nnx.Module):
         return self.head(self.norm(hidden), jnp.float32)
 
 
+class V4Parts:
+    """`parts.Parts` of a DeepSeek-V4-style model with its embedded drafter."""
+
+    def __init__(self, spec: PipelineSpec):
+        self.spec = spec
+
+    def stage(self, rank: int, rngs: nnx.Rngs) -> PipeStage:
+        return PipeStage(self.spec, rank, rngs=rngs)
+
+    def name(self, rank: int, path: Path) -> Path:
+        """Draft stages are the positions behind the last rank's layers."""
+        first, end = self.spec.ranges[rank]
+        if path[:2] == ("draft", "mtp"):
+            return ("layers", end - first + int(path[2]), *path[3:])
+        return path
+
+    def origin(self, rank: int, path: Path) -> Path:
+        if path[0] == "taps":
+            return ("draft", "mtp", 0, "main_proj", "weight")
+        if path[0] == "layers":
+            return ("target", "layers", self.spec.ranges[rank][0] + int(path[1]), *path[2:])
+        return path if path[0] == "draft" else ("target", *path)
+
+    def taken(self, rank: int, path: Path, value: np.ndarray) -> np.ndarray:
+        """Experts by slot, if they are placed."""
+        spec = self.spec
+        if path[0] == "taps":
+            ids = spec.draft.target_layer_ids if spec.draft else ()
+            return rows_of_tap(value, ids, spec.ranges[rank][0] + int(path[1]), spec.config.hidden_size)
+        if path[0] in ("embed", "head"):
+            return filled_up(value, 0 if path[0] == "embed" else 1, spec.padded_vocab)
+        placed = spec.placed(self.layer_of(rank, path)) if "experts" in path else None
+        return expand_by_slot(value, placed.tables.slot_to_expert) if placed else value
+
+    def partition(self, path: Path) -> PartitionSpec:
+        if "experts" in path or path[0] == "embed":
+            return PartitionSpec(PIPE, EXPERT)
+        return PartitionSpec(PIPE, None, EXPERT) if path[0] == "head" else PartitionSpec(PIPE)
+
+    def layer_of(self, rank: int, path: Path) -> int:
+        """Layer of the namespace that a leaf of a rank's block belongs to."""
+        if path[0] == "draft":
+            return self.spec.config.num_hidden_layers + int(path[2])
+        return self.spec.ranges[rank][0] + int(path[1])
+
+
 class Pipeline:
     """The stages of a model and the layout of their parameters.
 
     Args:
       spec: how the model is cut.
-      params: parameters of the whole model, `nnx.split(SpeculativeLM)[1]`, as arrays or shapes.
+      params: parameters of the whole model, `nnx.split(SpeculativeLM)[1]` or a `DenseLM`'s, as arrays or shapes.
 
     Attributes:
       spec: as given.
@@ -169,35 +229,37 @@ class Pipeline:
 
     def __init__(self, spec: PipelineSpec, params: nnx.State):
         self.spec = spec
+        self.parts: Parts = DenseParts(spec) if isinstance(spec.config, DenseConfig) else V4Parts(spec)
         check_ranges(spec.ranges, spec.config.num_hidden_layers)
         # Shapes alone: the parameters themselves must not stay on the host for as long as the pipeline lives.
         self.whole: nnx.State = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         self._whole = {path_of(p): x for p, x in jax.tree_util.tree_flatten_with_path(self.whole)[0]}
-        stages = [nnx.eval_shape(lambda rank=rank: PipeStage(spec, rank, rngs=nnx.Rngs(0))) for rank in range(spec.pipe)]
+        stages = [nnx.eval_shape(lambda rank=rank: self.parts.stage(rank, nnx.Rngs(0))) for rank in range(spec.pipe)]
         split = [nnx.split(stage) for stage in stages]
         self._graphs = [graph for graph, _ in split]
         shapes = [
-            jax.tree_util.tree_map_with_path(lambda p, x, rank=rank: self._shape(rank, path_of(p), x), state)
+            jax.tree_util.tree_map_with_path(lambda p, x, rank=rank: own_shape(x, self._origin(rank, path_of(p))), state)
             for rank, (_, state) in enumerate(split)
         ]
-        self.params = Stacked(shapes, self._name)
+        self.params = Stacked(shapes, self.parts.name)
 
-    def stage(self, leaves: dict[str, Any], rank: int) -> PipeStage:
+    def stage(self, leaves: dict[str, Any], rank: int) -> Stage:
         """The module of `rank` over its leaves."""
         return nnx.merge(self._graphs[rank], self.params.take(leaves, rank))
 
     def place(self, params: nnx.State, mesh: Mesh) -> dict[str, jax.Array]:
         """The parameters on the mesh, leaf by leaf."""
         whole = {path_of(p): x for p, x in jax.tree_util.tree_flatten_with_path(params)[0]}
-        return self.params.place(
-            lambda rank, path: self._source(whole, rank, path), lambda path: NamedSharding(mesh, self._spec(path))
-        )
+
+        def source(rank: int, path: Path) -> np.ndarray:
+            return self.parts.taken(rank, path, np.asarray(_leaf(whole, self.parts.origin(rank, path))))
+
+        return self.params.place(source, lambda path: NamedSharding(mesh, self.parts.partition(path)))
 
     def layer_of(self, rank: int, path: Path) -> int:
-        """Layer of the namespace that a leaf of a rank's block belongs to."""
-        if path[0] == "draft":
-            return self.spec.config.num_hidden_layers + int(path[2])
-        return self.spec.ranges[rank][0] + int(path[1])
+        """Layer of the namespace that a leaf of experts belongs to."""
+        assert isinstance(self.parts, V4Parts)
+        return self.parts.layer_of(rank, path)
 
     def abstract(self, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and shardings of what `place` gives, to compile for."""
@@ -210,54 +272,10 @@ class Pipeline:
     def specs(self) -> dict[str, PartitionSpec]:
         """Partition of the parameters by key."""
         owners = {key: path for paths in self.params.paths for key, path in paths.items()}
-        return {key: self._spec(owners[key]) for key in self.params.shapes}
+        return {key: self.parts.partition(owners[key]) for key in self.params.shapes}
 
-    def _name(self, rank: int, path: Path) -> Path:
-        """Draft stages are the positions behind the last rank's layers."""
-        first, end = self.spec.ranges[rank]
-        if path[:2] == ("draft", "mtp"):
-            return ("layers", end - first + int(path[2]), *path[3:])
-        return path
-
-    def _spec(self, path: Path) -> PartitionSpec:
-        if "experts" in path or path[0] == "embed":
-            return PartitionSpec(PIPE, EXPERT)
-        return PartitionSpec(PIPE, None, EXPERT) if path[0] == "head" else PartitionSpec(PIPE)
-
-    def _source(self, whole: Mapping[Path, Any], rank: int, path: Path) -> np.ndarray:
-        """A rank's leaf out of the whole model's parameters: experts by slot, if they are placed."""
-        value = self._by_expert(whole, rank, path)
-        placed = self.spec.placed(self.layer_of(rank, path)) if "experts" in path else None
-        return expand_by_slot(value, placed.tables.slot_to_expert) if placed else value
-
-    def _by_expert(self, whole: Mapping[Path, Any], rank: int, path: Path) -> np.ndarray:
-        """A rank's leaf with experts in the order of their ids."""
-        spec, first = self.spec, self.spec.ranges[rank][0]
-        if path[0] == "draft":
-            return np.asarray(_leaf(whole, path))
-        if path[0] == "taps":
-            ids = spec.draft.target_layer_ids if spec.draft else ()
-            at, d = ids.index(first + int(path[1])), spec.config.hidden_size
-            return np.asarray(_leaf(whole, ("draft", "mtp", 0, "main_proj", "weight")))[at * d : (at + 1) * d]
-        value = np.asarray(_leaf(whole, _target_path(path, first)))
-        extra = spec.padded_vocab - spec.config.vocab_size
-        if path[0] == "embed":
-            return np.pad(value, ((0, extra), (0, 0)))
-        return np.pad(value, ((0, 0), (0, extra))) if path[0] == "head" else value
-
-    def _shape(self, rank: int, path: Path, leaf: Any) -> jax.ShapeDtypeStruct:
-        """The stage's shape with the dtype of the given parameters."""
-        if path[0] == "taps":
-            path = ("draft", "mtp", 0, "main_proj", "weight")
-        elif path[0] != "draft":
-            path = _target_path(path, self.spec.ranges[rank][0])
-        return jax.ShapeDtypeStruct(leaf.shape, _leaf(self._whole, path).dtype)
-
-
-def _target_path(path: Path, first: int) -> Path:
-    if path[0] == "layers":
-        return ("target", "layers", first + int(path[1]), *path[2:])
-    return ("target", *path)
+    def _origin(self, rank: int, path: Path) -> Any:
+        return _leaf(self._whole, self.parts.origin(rank, path))
 
 
 def _leaf(whole: Mapping[Path, Any], path: Path) -> Any:

@@ -7,8 +7,10 @@ there as zeros. What differs from rank to rank is how much of it is used.
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dspark_jax.config import DraftConfig, TargetConfig
-from dspark_jax.parallel.leaves import Leaf, Ranges, rank_cache, rank_leaves
+from dspark_jax.config_dense import DenseConfig, ModelConfig
+from dspark_jax.config_drafter import AnyDraftConfig
+from dspark_jax.parallel import dense_leaves, leaves
+from dspark_jax.parallel.leaves import Leaf, Ranges
 from dspark_jax.parallel.stage_cost import Workload
 
 
@@ -48,12 +50,13 @@ class StageMemory:
         return {**asdict(self), "own": list(self.own), "padding": list(self.padding), "total": self.total}
 
 
-def stage_memory(c: TargetConfig, draft: DraftConfig | None, ranges: Ranges, load: Workload) -> StageMemory:
+def stage_memory(c: ModelConfig, draft: AnyDraftConfig | None, ranges: Ranges, load: Workload) -> StageMemory:
     """Memory of the stages `ranges` for a ring whose requests may reach `load.context` positions."""
     pipe, expert, size = len(ranges), load.expert, load.item_size
-    held = [rank_leaves(c, draft, ranges, expert, rank, load.num_slots) for rank in range(pipe)]
+    parts: Any = dense_leaves if isinstance(c, DenseConfig) else leaves
+    held: list[set[Leaf]] = [parts.rank_leaves(c, draft, ranges, expert, rank, load.num_slots) for rank in range(pipe)]
     own = tuple(sum(leaf.bytes(size, expert) for leaf in part) for part in held)
-    state = set[Leaf]().union(*(rank_cache(c, draft, ranges, rank, load.context) for rank in range(pipe)))
+    state = set[Leaf]().union(*(parts.rank_cache(c, draft, ranges, rank, load.context) for rank in range(pipe)))
     gamma = draft.block_size if draft else 0
     slots = load.local_slots(gamma)
     return StageMemory(
@@ -66,14 +69,14 @@ def stage_memory(c: TargetConfig, draft: DraftConfig | None, ranges: Ranges, loa
     )
 
 
-def _request_bytes(c: TargetConfig, gamma: int, stops: int) -> int:
+def _request_bytes(c: ModelConfig, gamma: int, stops: int) -> int:
     """`decode.state.Requests` and the generation number: ten words, one flag; drafts, confidences and their logits."""
     return 10 * 4 + 1 + 4 * stops + gamma * (4 + 4 + 2 * c.vocab_size)
 
 
-def _item_bytes(c: TargetConfig, draft: DraftConfig | None, load: Workload) -> int:
+def _item_bytes(c: ModelConfig, draft: AnyDraftConfig | None, load: Workload) -> int:
     """`decode.item.Item` of one slot: flags travel as words."""
     width = max(load.chunk, (draft.block_size if draft else 0) + 1)
     words = 14 + width + load.stops  # fields of the record, and how many drafts to verify
-    context = width * c.hidden_size * 4 if draft else 0
+    context = width * c.hidden_size * 4 if draft and draft.target_layer_ids else 0
     return words * 4 + context + width * c.hc_mult * c.hidden_size * load.item_size

@@ -1,5 +1,7 @@
 """Embedding and output head split over the `expert` axis by vocabulary rows."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -35,10 +37,17 @@ class SplitHead(nnx.Module):
     def __call__(
         self, x: Float[Array, "... d"], out_dtype: jax.typing.DTypeLike | None = None
     ) -> Float[Array, "... V"]:
-        rows, size = x.reshape(-1, x.shape[-1]), jax.lax.axis_size(self.axis)
-        if size > 1:
-            rows = jax.lax.all_gather(rows, self.axis, tiled=True)
-        logits = dot(rows, self.weight[...], out_dtype)
-        if size > 1:
-            logits = jax.lax.all_to_all(logits, self.axis, split_axis=0, concat_axis=1, tiled=True)
-        return logits[:, : self.vocab].reshape(*x.shape[:-1], self.vocab)
+        return split_logits(x, lambda rows: dot(rows, self.weight[...], out_dtype), self.vocab, self.axis)
+
+
+def split_logits(
+    x: Float[Array, "... d"], product: Callable[[Float[Array, "N d"]], Float[Array, "N v"]], vocab: int, axis: str
+) -> Float[Array, "... V"]:
+    """Logits of the rows of this rank, where `product` gives those of any rows over the rank's part of the vocabulary."""
+    rows, size = x.reshape(-1, x.shape[-1]), jax.lax.axis_size(axis)
+    if size > 1:
+        rows = jax.lax.all_gather(rows, axis, tiled=True)
+    logits = product(rows)
+    if size > 1:
+        logits = jax.lax.all_to_all(logits, axis, split_axis=0, concat_axis=1, tiled=True)
+    return logits[:, :vocab].reshape(*x.shape[:-1], vocab)

@@ -11,37 +11,35 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from dspark_jax.api import LM
 from dspark_jax.checkpoint.reader import Weights
-from dspark_jax.config import Numerics
+from dspark_jax.config import DraftConfig, Numerics
+from dspark_jax.config_dense import DenseConfig
 from dspark_jax.decode.item import Control
 from dspark_jax.decode.profile_table import Fingerprint
 from dspark_jax.decode.sampling import SamplingParams
-from dspark_jax.decode.schedule import bucket_sizes
 from dspark_jax.decode.schedule_source import SchedulerOption, fingerprint_of, schedule_source
-from dspark_jax.decode.verify import REJECTION, verify_faults
-from dspark_jax.eplb.collect import ExpertCounter
+from dspark_jax.decode.verify import REJECTION
 from dspark_jax.eplb.namespace import ExpertLayers
 from dspark_jax.eplb.placement import Placement
 from dspark_jax.eplb.relayout import relayout
 from dspark_jax.eplb.validation import PlacementSource, resolve_placement
-from dspark_jax.errors import ConfigError, RequestError, memory_for, raise_all
-from dspark_jax.parallel.mesh import EXPERT, PIPE, checked_mesh
-from dspark_jax.parallel.planner import given_stages, plan_stages
+from dspark_jax.errors import ConfigError, RequestError, memory_for
+from dspark_jax.parallel.mesh import checked_mesh
 from dspark_jax.parallel.profile import StepTimes, measure_steps
-from dspark_jax.parallel.ring import Ring, RingConfig, TickOutput
-from dspark_jax.parallel.stage import PipelineSpec, Ranges
+from dspark_jax.parallel.ring import Ring, TickOutput
+from dspark_jax.parallel.stage import Ranges
 from dspark_jax.parallel.stage_memory import stage_memory
 from dspark_jax.requests import Params, Prompt, RequestReader
 from dspark_jax.results import Completion, RoundOutput, Tally
+from dspark_jax.serve.build import build
 from dspark_jax.serve.entry import Entry
-from dspark_jax.serve.model import expert_layers, read_model
+from dspark_jax.serve.model import NO_EXPERTS
 from dspark_jax.serve.processes import Processes, spans_processes
-from dspark_jax.serve.scheduler import Commit, Scheduler, slot_counts
+from dspark_jax.serve.scheduler import Commit, Scheduler
 from dspark_jax.serve.ticks import Tick, read_output
 from dspark_jax.text import TextStream, as_tokenizer
 
@@ -60,7 +58,7 @@ class Engine:
     `with` block.
 
     Args:
-      model: a shipped model's name, a checkpoint folder, or an `LM` (its weights are laid out anew for the mesh).
+      model: a shipped model's name, a checkpoint folder, a GGUF file, or an `LM` (its weights are laid out anew for the mesh).
       mesh: from `make_mesh`; one device by default.
       stages: layers of every pipe rank: half-open ranges, "0-20,21-42" or "21,22"; by default the planner's
         (`parallel.planner`), for full batches at `max_len`.
@@ -72,6 +70,7 @@ class Engine:
       chunk: prompt tokens of one tick and slot.
       rounds_per_call: rounds of one device call; more hide the host's work and let new requests wait longer.
       speculate: False leaves the drafter out: plain decoding.
+      drafter, draft_tokens: a dense model's drafter and the drafts of a round, as for `load`; an `LM` has its own.
       max_logprobs: the largest `SamplingParams.logprobs` of a request, at most 20. By default no request may ask for
         log-probabilities, and the compiled program does not compute them.
       placement: slots of the experts: a load-balancer file, its content as a mapping, or a `Placement`; see
@@ -103,6 +102,8 @@ class Engine:
         chunk: int = 64,
         rounds_per_call: int = 1,
         speculate: bool = True,
+        drafter: str | Path | None = None,
+        draft_tokens: int | None = None,
         max_logprobs: int | None = None,
         placement: PlacementSource | None = None,
         count_experts: tuple[int, int] | None = None,
@@ -114,48 +115,17 @@ class Engine:
         verify: str = REJECTION,
     ):
         mesh = checked_mesh(mesh)
-        pipe, expert = mesh.shape[PIPE], mesh.shape[EXPERT]
-        self.slots: int = 8 * pipe * expert if slots is None else slots
-        per_batch, faults = slot_counts(self.slots, pipe, expert)
-        if max_len is not None and not isinstance(max_len, int | np.integer):
-            faults = [*faults, f"max_len is {max_len!r}; expected a number of positions"]
-        raise_all(ConfigError, "engine", [*faults, *verify_faults(verify)])
-        self.slots = int(self.slots)
-        # Before the weights are read: a file that does not fit is refused at once, on every process.
-        source = schedule_source(scheduler, profile, temperatures, unsigned, measurable=not spans_processes(mesh))
-        placed = None if placement is None else resolve_placement(placement, expert_layers(model, speculate), expert)
-        config, draft, params, tokenizer = read_model(model, mesh, dtype, weights, numerics)
-        limit = config.max_position_embeddings
-        self.max_len = int(min(limit, 4096) if max_len is None else max_len)
-        draft = draft if speculate else None
-        activations = jnp.dtype(jax.tree.leaves(params["target"]["embed"])[0].dtype)
-        # The ring refuses wrong sizes by their names here; the plan only needs possible ones.
-        load: dict[str, Any] = {
-            "rows": per_batch * (draft.block_size + 1 if draft else 1),
-            "context": min(max(self.max_len, 2), limit),
-            "expert": expert,
-            "chunk": max(chunk, 1),
-            "dtype": activations.name,
-            "num_slots": placed.num_slots if placed else None,
-        }
-        if stages is None:
-            self.plan = plan_stages(config, draft, pipe, **load)
-        else:
-            self.plan = given_stages(config, draft, stages, pipe, **load)
-        spec = PipelineSpec(config, draft, self.plan.ranges, expert, activations, placed)
-        self.expert_counter = _expert_counter(spec, count_experts)
-        self._schedule = source
-        if source is not None:
-            here = fingerprint_of(config, draft, params, mesh, ranges=self.plan.ranges, placement=placed)
-            source.check(draft, here, params)
-            if buckets is None and source.buckets is not None:  # a table may go further than this engine's rows
-                buckets = bucket_sizes(per_batch // expert, spec.gamma, source.buckets)
-        sizes = RingConfig(
-            per_batch, self.max_len, chunk, rounds_per_call, logprobs=max_logprobs, count_experts=count_experts is not None,
-            schedule=source and source.schedule(per_batch // expert, spec.gamma),
-            buckets=None if buckets is None else tuple(buckets), verify=verify,
+        built = build(
+            model, mesh, stages=stages, slots=slots, dtype=dtype, weights=weights, numerics=numerics, max_len=max_len,
+            chunk=chunk, rounds_per_call=rounds_per_call, speculate=speculate, drafter=drafter, draft_tokens=draft_tokens,
+            max_logprobs=max_logprobs, placement=placement, count_experts=count_experts,
+            scheduler=schedule_source(scheduler, profile, temperatures, unsigned, measurable=not spans_processes(mesh)),
+            buckets=buckets, verify=verify,
         )  # fmt: skip
-        self.ring = Ring(spec, params, mesh, sizes)
+        self.ring, self.plan, self._schedule, self.expert_counter = built.ring, built.plan, built.schedule, built.counter
+        spec, sizes, config = built.ring.spec, built.ring.sizes, built.model.config
+        self.slots, self.max_len, self.chat = sizes.slots * spec.pipe, sizes.max_len, built.model.chat
+        tokenizer, params = built.model.tokenizer, built.model.params
         self.mesh, self.config, self.draft_config, self.tokenizer = mesh, config, spec.draft, as_tokenizer(tokenizer)
         self.gamma = spec.gamma
         self._processes = Processes(self.ring) if spans_processes(mesh) else None
@@ -163,7 +133,7 @@ class Engine:
         with memory_for("placing the weights"):
             self._params = self.ring.pipeline.place(params, mesh)
         self._reader = RequestReader(config, self.tokenizer, self.max_len, max_logprobs)
-        self._scheduler = Scheduler(pipe, per_batch, expert, chunk)
+        self._scheduler = Scheduler(spec.pipe, sizes.slots, spec.expert, chunk)
         self._entries: dict[Hashable, Entry] = {}
         self._numbers = itertools.count()
         self._pending: deque[TickOutput] = deque()
@@ -285,7 +255,10 @@ class Engine:
         if self._processes is not None:
             raise ConfigError("set_placement works in one process; give the placement to Engine in every process instead")
         spec, sizes = self.ring.spec, self.ring.sizes
-        placed = resolve_placement(placement, ExpertLayers.of(spec.config, spec.draft), spec.expert)
+        if isinstance(spec.config, DenseConfig):
+            raise ConfigError(f"set_placement: the model {NO_EXPERTS}")
+        stages = spec.draft if isinstance(spec.draft, DraftConfig) else None
+        placed = resolve_placement(placement, ExpertLayers.of(spec.config, stages), spec.expert)
         ring = Ring(replace(spec, placement=placed), self.ring.pipeline.whole, self.mesh, sizes)
         if self._schedule is not None:  # step times belong to a placement
             self._schedule.check_table(replace(self.fingerprint, placement=placed.digest if placed else ""))
@@ -467,10 +440,3 @@ class Engine:
                 f"request_id {request_id!r} is unknown; expected one that submit returned and that was not read to its end"
             )
         return self._entries[request_id]
-
-
-def _expert_counter(spec: PipelineSpec, window: tuple[int, int] | None) -> ExpertCounter | None:
-    if window is None:
-        return None
-    c = spec.config
-    return ExpertCounter(spec.expert_layers, spec.expert, c.n_routed_experts, c.num_experts_per_tok, window)

@@ -38,6 +38,7 @@ from dspark_jax.decode.verify import speculative_sample
 from dspark_jax.parallel.mesh import make_mesh
 from dspark_jax.parallel.ring import RingConfig
 from dspark_jax.parallel.stage import PipelineSpec
+from dspark_jax.serve.model import ReadModel
 from helpers import scheduled_model as tiny
 
 SLOTS, GAMMA = 4, 3
@@ -295,6 +296,7 @@ def command(monkeypatch, capsys, *arguments: str):
         (["--prompts", "P", "--recorded", "r.npz", "--out", "/no/such/f.json"], ["2 faults", "is for --shape", "/no/such"]),
         (["--shape", "v4-flash", "--recorded", "none.npz"], ["none.npz: cannot be read"]),
         (["--shape", "v4-flash", "--recorded", "none.npz", "--layers", "3"], ["--layers is 3", "expected 5 … 43"]),
+        (["--shape", "v4-flash", "--recorded", "none.npz", "--drafter", "d"], ["--drafter and --draft-tokens are for --model"]),
         (["--prompts", "P", "--concurrency", "1,x"], ["--concurrency is '1,x'"]),
         (["--prompts", "P", "--lengths", "9", "--repeats", "0", "--threshold", "2"], ["3 faults", "--lengths has 9"]),
         (["--prompts", "P", "--temperature", "-1"], ["--temperature is -1.0"]),
@@ -304,7 +306,7 @@ def command(monkeypatch, capsys, *arguments: str):
 def test_bad_input_is_one_message_and_exit_code_2(arguments, words, monkeypatch, capsys, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "A"}\n')
-    monkeypatch.setattr("dspark_jax.bench.load_models.read_model", lambda *_: fake_nano())
+    monkeypatch.setattr("dspark_jax.bench.load_models.read_model", lambda *_, **__: fake_nano())
     monkeypatch.setattr(load, "run", lambda *_: pytest.fail("it ran"))
     code, printed = command(monkeypatch, capsys, *(str(prompts) if a == "P" else a for a in arguments))
     assert code == 2 and printed.out == "" and "Traceback" not in printed.err
@@ -315,7 +317,7 @@ def fake_nano():
     config = dataclasses.replace(tiny.CONFIG, max_position_embeddings=512)
     draft = dataclasses.replace(tiny.DRAFT, block_size=5)
     params = {"target": {"embed": {"weight": SimpleNamespace(dtype=np.float32)}}}
-    return config, draft, params, tiny.lm().tokenizer
+    return ReadModel(config, draft, params, tiny.lm().tokenizer, None)
 
 
 def test_one_number_means_powers_of_two_up_to_it():

@@ -194,7 +194,7 @@ def measured(monkeypatch):
     asked = {}
 
     class Stub:
-        slots, fingerprint = 2, Fingerprint("m" * 64, "1x1", "", "cpu")
+        slots, fingerprint, draft_config = 2, Fingerprint("m" * 64, "1x1", "", "cpu"), None
 
         def __init__(self, model, **options):
             asked.update(options, model=model)

@@ -191,9 +191,8 @@ def test_command_line(case, lm: LM, tmp_path, monkeypatch, capsys):
     assert not end.value.code and tuple(found["token_ids"]) == answer.tokens and found["text"] == answer.text
 
 
-def test_what_does_not_serve_it_says_so(case, lm: LM, tmp_path):
-    with pytest.raises(ConfigError, match=r"engine: the LM: is a dense model, which runs by `load`"):
-        Engine(lm)
-    golden = case[0]
-    with pytest.raises(ConfigError, match=r"is a dense model, which runs by `load`"):
-        Engine(golden.write(tmp_path / "model", letters()))
+def test_what_needs_experts_says_so(case, lm: LM, tmp_path):
+    with pytest.raises(ConfigError, match=r"engine: the LM is a dense model, which has no experts"):
+        Engine(lm, placement={})
+    with pytest.raises(ConfigError, match=r"is a dense model, which has no experts"):
+        Engine(case[0].write(tmp_path / "model", letters()), placement={})
