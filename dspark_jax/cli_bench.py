@@ -11,7 +11,7 @@ from dspark_jax.cli_bench_decode import decode
 from dspark_jax.cli_bench_kernels import kernels, round_
 from dspark_jax.cli_devices import EmulateOption, MeshOption, PlacementOption, WeightsOption, chosen_mesh, stage_ranges
 from dspark_jax.cli_guard import guarded
-from dspark_jax.cli_loading import loading
+from dspark_jax.cli_loading import DrafterOption, DraftTokensOption, ModelOption, loading
 from dspark_jax.cli_schedule import (
     ProfileOption,
     SchedulerOption,
@@ -45,7 +45,9 @@ def bench() -> None:
 @guarded
 def serve(
     prompts: Annotated[Path, typer.Option(help='JSONL file: on each line an object with "prompt" and maybe "kind".')],
-    model: Annotated[str, typer.Option(help="A shipped model's name, or a checkpoint folder.")] = "nano",
+    model: ModelOption = "nano",
+    drafter: DrafterOption = None,
+    draft_tokens: DraftTokensOption = None,
     mesh: MeshOption = None,
     emulate_devices: EmulateOption = None,
     placement: PlacementOption = None,
@@ -89,7 +91,7 @@ def serve(
     with loading():
         engine = Engine(
             model, mesh=devices, stages=stage_ranges(shape, model), slots=slots, speculate=not no_draft, placement=placement,
-            scheduler=schedule, verify=verify, weights=weights,
+            scheduler=schedule, verify=verify, weights=weights, drafter=drafter, draft_tokens=draft_tokens,
         )  # fmt: skip
     if engine.follows:
         engine.follow()
@@ -105,7 +107,7 @@ def serve(
         settings: dict[str, Any] = {"model": model, "mesh": str(shape), "slots": engine.slots, "rate": rate}
         settings |= {"requests": requests, "seed": seed, "max_tokens": max_tokens, "temperature": temperature}
         settings |= {"top_k": top_k, "top_p": top_p, "gamma": engine.gamma, "scheduler": scheduler, "verify": verify}
-        settings["weights"] = weights
+        settings |= {"weights": weights, "drafter": engine.draft_config and engine.draft_config.summary}
         print(json.dumps(settings | report.as_dict()))
     else:
         display.out.print(_table(report, f"{model} on mesh {shape}, {engine.slots} slots"))

@@ -52,15 +52,15 @@ def chosen_mesh(mesh: str | None, emulate: int | None) -> tuple[MeshConfig, "Mes
     return shape, shape.make()
 
 
-def stage_ranges(shape: MeshConfig, model: str) -> "Ranges | None":
-    """Layers of the pipe ranks that a mesh file names; None where it leaves them out.
+def stage_ranges(shape: MeshConfig, model: str) -> "Ranges | str | None":
+    """Layers of the pipe ranks that a mesh file names, of a GGUF file as written there; None where it leaves them out.
 
     Raises ConfigError that lists all that makes them impossible for `model`.
     """
-    if shape.stages is None:
-        return None
+    if shape.stages is None or model.endswith(".gguf"):
+        return shape.stages
     from dspark_jax.parallel.planner import given_stages
-    from dspark_jax.presets import model_configs
+    from dspark_jax.presets import any_configs
 
-    config, draft = model_configs(model)
+    config, draft = any_configs(model)
     return given_stages(config, draft, shape.stages, shape.pipe, rows=1, context=2, expert=shape.expert).ranges

@@ -9,10 +9,12 @@ from jax.sharding import Mesh
 
 from dspark_jax import api
 from dspark_jax.api import LM
+from dspark_jax.chat import ChatTemplate
 from dspark_jax.checkpoint.reader import Weights
 from dspark_jax.cli_devices import stage_ranges
 from dspark_jax.cli_loading import loading
-from dspark_jax.config import DraftConfig, Numerics
+from dspark_jax.config import Numerics
+from dspark_jax.config_drafter import AnyDraftConfig
 from dspark_jax.decode.batch import Request
 from dspark_jax.decode.sampling import SamplingParams
 from dspark_jax.decode.schedule_source import SchedulerOption
@@ -36,7 +38,8 @@ class EngineRunner:
       model: a shipped model's name, or a checkpoint folder.
       mesh: from `make_mesh`.
       stages: the half-open range of target layers of every pipe rank; by default the engine's choice.
-      max_logprobs, placement, scheduler, verify, weights, numerics: as for `Engine`; plain decoding has no scheduler.
+      max_logprobs, placement, scheduler, verify, weights, numerics, drafter, draft_tokens: as for `Engine`; plain decoding has
+        no scheduler.
       slots: requests decoded side by side, rounded up to a multiple of pipe × expert; by default the fewest.
     """
 
@@ -44,7 +47,7 @@ class EngineRunner:
         self,
         model: str,
         mesh: Mesh,
-        stages: Ranges | None = None,
+        stages: Ranges | str | None = None,
         max_logprobs: int | None = None,
         placement: PlacementSource | None = None,
         scheduler: SchedulerOption | None = None,
@@ -52,11 +55,14 @@ class EngineRunner:
         weights: Weights = "dequantised",
         slots: int = 1,
         numerics: Numerics = "default",
+        drafter: Path | None = None,
+        draft_tokens: int | None = None,
     ):
         self.model, self.mesh, self.stages, self.max_logprobs = model, mesh, stages, max_logprobs
         self.placement, self.scheduler, self.verify = placement, scheduler, verify
         self.weights: Weights = weights
         self.numerics: Numerics = numerics
+        self.drafter, self.draft_tokens = drafter, draft_tokens
         part = mesh.shape[PIPE] * mesh.shape[EXPERT]
         self.slots = -(-slots // part) * part
         self._engines: dict[bool, Engine] = {}
@@ -70,14 +76,19 @@ class EngineRunner:
                 self.model, mesh=self.mesh, stages=self.stages, slots=self.slots, speculate=speculate,
                 max_logprobs=self.max_logprobs, placement=self.placement,
                 scheduler=self.scheduler if speculate else None, verify=self.verify, weights=self.weights,
-                numerics=self.numerics,
+                numerics=self.numerics, drafter=self.drafter, draft_tokens=self.draft_tokens,
             )  # fmt: skip
         return self._engines[speculate]
 
     @property
-    def draft_config(self) -> DraftConfig | None:
+    def draft_config(self) -> AnyDraftConfig | None:
         """The model's drafter."""
         return self.engine(True).draft_config
+
+    @property
+    def chat(self) -> ChatTemplate | None:
+        """The model's chat template."""
+        return next(iter(self._engines.values())).chat
 
     @cached_property
     def whole(self) -> LM:
@@ -157,11 +168,6 @@ def generator(
     """The batch interface on one pipeline rank of one process; an engine on more, and to place experts."""
     check_processes(mesh)
     alone = mesh is None or (shape.pipe == 1 and not requested())
-    if drafter is not None and (placement is not None or not alone):
-        raise ConfigError(
-            f"--drafter {drafter} runs with dense targets, on one pipeline rank of one process and without --placement; use"
-            " a mesh of 1xE, or leave --mesh out"
-        )
     if placement is not None and mesh is None:
         raise ConfigError("--placement spreads experts over expert ranks; add --mesh, such as --mesh 1x2")
     if alone and placement is None:
@@ -170,4 +176,6 @@ def generator(
             return api.load(model, mesh=mesh, scheduler=scheduler, verify=verify, weights=weights, **own)
     assert mesh is not None
     stages = stage_ranges(shape, model)
-    return EngineRunner(model, mesh, stages, logprobs, placement, scheduler, verify, weights, slots, numerics)
+    return EngineRunner(
+        model, mesh, stages, logprobs, placement, scheduler, verify, weights, slots, numerics, drafter, draft_tokens
+    )

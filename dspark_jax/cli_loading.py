@@ -66,5 +66,5 @@ def conversation(lm: Any, words: str) -> list[int]:
     """Ids of a user's words in the model's chat template."""
     template = getattr(lm, "chat", None)
     if template is None:
-        raise RequestError("--chat needs a model with a chat template, on one pipeline rank, and there is none; leave it out")
+        raise RequestError("--chat needs a model with a chat template, and there is none; leave it out")
     return template.encode([{"role": "user", "content": words}])

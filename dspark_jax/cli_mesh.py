@@ -1,15 +1,20 @@
 """`dspark-jax plan-stages`: which pipeline rank gets which layers, what they cost and what they hold. Host only."""
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dspark_jax.cli_guard import guarded
+from dspark_jax.cli_loading import DraftTokensOption
+from dspark_jax.config import TargetConfig
+from dspark_jax.config_dense import DenseConfig, ModelConfig
+from dspark_jax.config_drafter import AnyDraftConfig
+from dspark_jax.errors import ConfigError
 
 if TYPE_CHECKING:
     from dspark_jax.parallel.planner import StagePlan
-    from dspark_jax.presets import Configs
 
 _REQUESTS = 8  # of a microbatch on an expert rank, where --rows is left out
 _CONTEXT = 8192  # or the model's limit
@@ -19,6 +24,11 @@ _CONTEXT = 8192  # or the model's limit
 def plan_stages(
     model: Annotated[str, typer.Option(help="v4-flash, v4-pro, a shipped model, or a folder with config.json.")],
     mesh: Annotated[str, typer.Option(help="Pipe x expert ranks, such as 2x4, or a mesh file (YAML).")],
+    drafter: Annotated[
+        Path | None,
+        typer.Option(help="For a dense model: folder of its drafter; config.json and the weights' headers are read."),
+    ] = None,
+    draft_tokens: DraftTokensOption = None,
     stages: Annotated[
         str | None, typer.Option(help="Layers of the ranks, 0-20,21-42 or 21,22; by default the planner's.")
     ] = None,
@@ -37,9 +47,17 @@ def plan_stages(
     """Cut a model into pipeline stages: layers, predicted cost and memory of every rank."""
     from dspark_jax.parallel import planner
     from dspark_jax.parallel.mesh_config import load_mesh
-    from dspark_jax.presets import model_configs
+    from dspark_jax.presets import any_configs
 
-    shape, (config, draft) = load_mesh(mesh), model_configs(model)
+    shape, (config, draft) = load_mesh(mesh), any_configs(model)
+    if drafter is not None:
+        if not isinstance(config, DenseConfig):
+            raise ConfigError(f"--drafter {drafter} is for dense models; {model}'s drafter is embedded: leave it out")
+        from dspark_jax.checkpoint.drafter import read_drafter_config
+
+        draft = read_drafter_config(config, drafter, draft_tokens)
+    elif draft_tokens is not None:
+        raise ConfigError(f"--draft-tokens {draft_tokens} is for --drafter; leave it out, or name one")
     block = 1 + (draft.block_size if draft else 0)
     rows = _REQUESTS * block * shape.expert if rows is None else rows
     context = min(_CONTEXT, config.max_position_embeddings) if context is None else context
@@ -59,7 +77,7 @@ def plan_stages(
         _show(plan, (config, draft))
 
 
-def _show(plan: "StagePlan", model: "Configs") -> None:
+def _show(plan: "StagePlan", model: "tuple[ModelConfig, AnyDraftConfig | None]") -> None:
     """A row for every rank, then what holds for all of them."""
     from rich.console import Console
     from rich.table import Table
@@ -99,10 +117,13 @@ def _show(plan: "StagePlan", model: "Configs") -> None:
     )
 
 
-def _kinds(model: "Configs", first: int, end: int) -> str:
-    """Layers with a window only, compressed sparse, heavily compressed."""
-    ratios = model[0].compress_ratios[first:end]
-    window, sparse = ratios.count(0), ratios.count(model[0].csa_ratio)
+def _kinds(model: "tuple[ModelConfig, AnyDraftConfig | None]", first: int, end: int) -> str:
+    """Layers with a window only, compressed sparse, heavily compressed; dense layers are none of these."""
+    config = model[0]
+    if not isinstance(config, TargetConfig):
+        return "-"
+    ratios = config.compress_ratios[first:end]
+    window, sparse = ratios.count(0), ratios.count(config.csa_ratio)
     return f"{window}/{sparse}/{len(ratios) - window - sparse}"
 
 

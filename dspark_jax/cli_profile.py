@@ -8,7 +8,7 @@ import typer
 
 from dspark_jax.cli_devices import EmulateOption, MeshOption, PlacementOption, WeightsOption, chosen_mesh, stage_ranges
 from dspark_jax.cli_guard import guarded
-from dspark_jax.cli_loading import loading
+from dspark_jax.cli_loading import DrafterOption, DraftTokensOption, ModelOption, loading
 from dspark_jax.errors import ConfigError, RequestError, raise_all
 from dspark_jax.parallel.distributed import requested
 
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 @guarded
 def profile(
-    model: Annotated[str, typer.Option(help="A shipped model's name, or a checkpoint folder.")] = "nano",
+    model: ModelOption = "nano",
+    drafter: DrafterOption = None,
+    draft_tokens: DraftTokensOption = None,
     mesh: MeshOption = None,
     emulate_devices: EmulateOption = None,
     placement: PlacementOption = None,
@@ -60,13 +62,15 @@ def profile(
         with loading():
             engine = Engine(
                 model, mesh=devices, stages=stage_ranges(shape, model), slots=slots, placement=placement,
-                scheduler="stale-size", profile="measure", buckets=rows, weights=weights,
+                scheduler="stale-size", profile="measure", buckets=rows, weights=weights, drafter=drafter,
+                draft_tokens=draft_tokens,
             )  # fmt: skip
         with display.waiting("profiling") as status:
             times = engine.measure_steps(repeats, None if status is None else lambda text: status.update(f"{text} …"))
         if out is not None:
             times.table(engine.fingerprint).write(out)
         found = {"model": model, "mesh": str(shape), "slots": engine.slots, "repeats": repeats}
+        found["drafter"] = engine.draft_config and engine.draft_config.summary
         found |= {"device": engine.fingerprint.device} | times.as_dict()
         rates = _rates(times)
     if plot is not None:

@@ -6,7 +6,16 @@ Values: config.json of DeepSeek-V4-Flash and V4-Pro with DSpark stages. JAX is n
 from collections.abc import Callable
 from pathlib import Path
 
-from dspark_jax.config import DraftConfig, RopeConfig, TargetConfig, draft_from_hf, read_config, target_from_hf
+from dspark_jax.config import (
+    DENSE_FAMILIES,
+    DraftConfig,
+    RopeConfig,
+    TargetConfig,
+    draft_from_hf,
+    read_config,
+    target_from_hf,
+)
+from dspark_jax.config_dense import ModelConfig, dense_from_hf
 from dspark_jax.eplb.namespace import ExpertLayers
 from dspark_jax.errors import CheckpointError, ConfigError, raise_all
 
@@ -89,6 +98,16 @@ def model_configs(model: str) -> Configs:
     if draft is not None:
         raise_all(ConfigError, source, draft.faults(target))
     return target, draft
+
+
+def any_configs(model: str) -> tuple[ModelConfig, DraftConfig | None]:
+    """`model_configs`, or of a dense model's folder its configuration; drafters of those have files of their own."""
+    if model not in PRESETS:
+        folder = checkpoint_folder(model)
+        found = read_config(folder)
+        if found.get("model_type") in DENSE_FAMILIES:
+            return dense_from_hf(found, str(folder / "config.json")), None
+    return model_configs(model)
 
 
 def checkpoint_folder(model: str) -> Path:

@@ -179,6 +179,7 @@ def run(model: Model, mesh: Mesh, settings: Settings, out: Path | None = None, c
         "model": model.name,
         "layers": model.config.num_hidden_layers,
         "dtype": model.dtype.name,
+        "drafter": model.draft.summary,
         "gamma": model.draft.block_size,
         "mesh": f"{mesh.shape[PIPE]}x{mesh.shape[EXPERT]}",
         "device": mesh.devices.flat[0].device_kind,
@@ -222,7 +223,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m dspark_jax.be
         if args.shape:
             model = shaped_model(args.shape, args.layers, args.context, args.recorded, args.dtype, mesh)
         else:
-            model = real_model(args.model, args.prompts, args.temperature, args.seed, args.dtype, mesh)
+            separate = args.drafter, args.draft_tokens
+            model = real_model(args.model, args.prompts, args.temperature, args.seed, args.dtype, mesh, *separate)
         settings = _settings(args, model, mesh.size)
         command = shlex.join([*prog.split(), *(sys.argv[1:] if argv is None else argv)])
         found = run(model, mesh, settings, args.out, command)
@@ -261,7 +263,9 @@ def _mesh(args: argparse.Namespace) -> Mesh:
 def _parser(prog: str) -> argparse.ArgumentParser:
     about = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog=prog, description=about)
-    parser.add_argument("--model", default="nano", help="shipped model's name, or checkpoint folder (nano)")
+    parser.add_argument("--model", "--target", default="nano", help="shipped model's name, or checkpoint folder (nano)")
+    parser.add_argument("--drafter", type=Path, help="for a dense --model: its drafter's folder, or a smaller model (none)")
+    parser.add_argument("--draft-tokens", type=int, help="drafts a round of a PARD or smaller model (5)")
     parser.add_argument("--prompts", type=Path, help="JSONL file with a prompt a line, for --model")
     parser.add_argument("--shape", choices=sorted(PRESETS), help="in place of a model: a preset's shapes, random weights")
     parser.add_argument("--layers", type=int, help="target layers of --shape (all)")
@@ -296,6 +300,8 @@ def _check_files(args: argparse.Namespace) -> None:
         faults.append("--shape has random weights, whose drafts mean nothing; give recorded rounds (--recorded)")
     if not args.shape and args.recorded is not None:
         faults.append("--recorded is for --shape; a model's own drafts are verified for what they are")
+    if args.shape and (args.drafter is not None or args.draft_tokens is not None):
+        faults.append("--drafter and --draft-tokens are for --model; a preset has its drafter's shapes")
     if not args.shape and args.prompts is None:
         faults.append("--prompts is missing; expected a JSONL file with a prompt a line")
     raise_all(RequestError, "bench load", faults)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -27,7 +28,7 @@ def no_batch(*_, **__):
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     """Runs the command line in this process on the tiny model: exit code, stdout, stderr."""
 
-    def go(*arguments: str, devices: int | None = None, load=lambda *_, **__: lm()):
+    def go(*arguments: str, devices: int | None = None, load=lambda *_, **__: lm(), engines=None):
         monkeypatch.setattr("dspark_jax.api.load", load)
         if devices is not None:
             everything = jax.devices()
@@ -35,7 +36,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
         monkeypatch.setattr(
             "dspark_jax.cli_engine.Engine",
             # Called as other tests call it: the engines are shared.
-            lambda *_, speculate, **__: engine(2, 1) if speculate else engine(2, 1, speculate=False),
+            engines or (lambda *_, speculate, **__: engine(2, 1) if speculate else engine(2, 1, speculate=False)),
         )
         monkeypatch.setattr(sys, "argv", ["dspark-jax", *arguments])
         with pytest.raises(SystemExit) as stop:
@@ -167,3 +168,20 @@ def test_emulated_from_a_fresh_process(tiny: LM, tiny_folder, tmp_path):
     assert done.returncode == 0, done.stderr
     (answer,) = tiny.generate(["ABC"], SamplingParams(max_tokens=12))
     assert json.loads(done.stdout)["token_ids"] == list(answer.tokens)
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "abc"], ["evaluate"], ["profile"], ["bench", "serve"]])
+def test_a_drafter_of_its_own_reaches_the_engine(run, monkeypatch, tmp_path, command):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "abc"}\n')
+    given = ["--prompts", str(file)] if command[-1] in ("evaluate", "serve") else []
+    asked = []
+
+    def make(model, *_, **options):
+        asked.append((model, options["drafter"], options["draft_tokens"]))
+        raise ConfigError("seen")
+
+    monkeypatch.setattr("dspark_jax.serve.engine.Engine", make)
+    go = run(*command, *given, "--target", "big", "--drafter", "small", "--draft-tokens", "3", "--mesh", "2x1",
+             devices=2, load=no_batch, engines=make)  # fmt: skip
+    assert go[0] == 2 and "seen" in go[2] and asked == [("big", Path("small"), 3)]

@@ -13,6 +13,8 @@ from dspark_jax.config import to_hf
 from dspark_jax.parallel.planner import given_stages, plan_stages
 from dspark_jax.presets import PRESETS, model_configs, v4_flash
 from helpers.checkpoints import DRAFT, TARGET
+from helpers.standalone import TARGET as DENSE
+from helpers.standalone import open_pair
 
 MESHES = Path(__file__).resolve().parents[2] / "configs" / "meshes"
 
@@ -86,6 +88,21 @@ def test_mesh_files(run, folder, tmp_path):
     assert given["given"] and [r["end"] for r in given["ranks"]] == [1, 3]
     other = json.loads(run("--model", folder, "--mesh", mesh, "--json", "--stages", "2,1")[1])
     assert [r["end"] for r in other["ranks"]] == [2, 3]
+
+
+def test_a_dense_model_with_a_drafter(run):
+    folder, _, _ = open_pair("deepspec_tiny/vanilla")
+    arguments = ("--model", DENSE, "--mesh", "2x1", "--context", "64", "--stages", "4,2")
+    code, out, err = run(*arguments, "--drafter", folder, "--json")
+    found = json.loads(out)
+    assert code == 0 and err == "" and found["draft_stages"] == 2 and found["ranks"][1]["drafter"] > 0
+    code, out, err = run(*arguments)
+    assert code == 0 and " 4-5 " in out and " - " in out and err == ""
+    for extra, message in (("--draft-tokens", "is for --drafter"), ("--num-slots", "a dense model has no experts")):
+        code, out, err = run(*arguments, extra, "3")
+        assert code == 2 and message in err
+    code, out, err = run("--model", "v4-flash", "--mesh", "2x1", "--drafter", folder)
+    assert code == 2 and "is for dense models; v4-flash's drafter is embedded" in err
 
 
 def test_a_model_without_a_drafter(run, folder):
