@@ -37,7 +37,7 @@ def drafter(name: str) -> Path:
 
 
 def engine(target: Path | LM, mesh: str, **options: Any) -> Engine:
-    """One slot for every device, and chunks as wide as a block, so that there is one program of rows less."""
+    """One slot for every device; chunks are as wide as a vanilla drafter's block, which saves a branch for every rank."""
     pipe, expert = map(int, mesh.split("x"))
     slots = max(2, pipe * expert)
     stages = {1: None, 2: "4,2", 3: "2,2,2"}[pipe]
@@ -66,13 +66,15 @@ def check_rounds(answers: list, name: str) -> None:
 
 LONG = [
     *((name, "2x1") for name in (*DEEPSPEC, *SPECULATORS) if name not in (VANILLA, MASKS)),
-    *((VANILLA, mesh) for mesh in ("1x1", "1x2", "2x2", "3x1")),
+    *((VANILLA, mesh) for mesh in ("1x1", "1x2", "2x1", "2x2", "3x1")),
 ]
 
 
-@pytest.mark.parametrize(("name", "mesh"), [(MASKS, "1x2"), *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)])
+@pytest.mark.parametrize(("name", "mesh"), [(MASKS, "2x2"), *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)])
 def test_every_round_is_the_references(target, name, mesh):
-    e = engine(target, mesh, drafter=drafter(name))
+    folder, goldens, _ = open_pair(name)
+    block = goldens[f"text0/{folder.name.removeprefix('drafter-')}/tokens"].shape[1]
+    e = engine(target, mesh, drafter=folder, chunk=block + 1)
     check_rounds(golden_answers(e, name), name)
 
 
