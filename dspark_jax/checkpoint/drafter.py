@@ -19,6 +19,8 @@ from dspark_jax.config_dense import DenseConfig
 from dspark_jax.config_drafter import DRAFT_TOKENS, DraftModelConfig, SeparateConfig, StandaloneConfig, drafter_from_hf
 from dspark_jax.errors import CheckpointError, ConfigError, raise_all
 
+SHIPPED = Path(__file__).parents[1] / "assets" / "drafters"
+
 
 class LoadedPair(NamedTuple):
     """A dense target and a drafter with files of its own: `nnx.merge(graph, params)` is their `DenseLM`."""
@@ -33,6 +35,27 @@ class LoadedPair(NamedTuple):
 _UNUSED = re.compile(r"t2d|mask_embedding|verifier_(lm_head|norm)\.weight|.*rotary_emb\.inv_freq")
 
 
+def shipped_drafters() -> list[str]:
+    """Names of the drafters that the package brings along."""
+    return sorted(file.parent.name for file in SHIPPED.glob("*/config.json"))
+
+
+def drafter_path(drafter: str | Path) -> Path:
+    """The folder or GGUF file that `drafter` names: a shipped drafter, else a path (`./name` if a folder has such a name).
+
+    Raises CheckpointError that lists the shipped drafters.
+    """
+    path = Path(drafter)
+    if str(drafter) in (names := shipped_drafters()):
+        return SHIPPED / path
+    if not path.exists():
+        raise CheckpointError(
+            f"drafter {str(drafter)!r} not found; expected the name of a shipped drafter ({', '.join(names)}), or the path of a"
+            " folder with config.json and *.safetensors or of a GGUF file"
+        )
+    return path
+
+
 def with_drafter(
     target: LoadedCheckpoint,
     drafter: str | Path,
@@ -41,11 +64,11 @@ def with_drafter(
     dtype: jax.typing.DTypeLike,
     draft_tokens: int | None = None,
 ) -> LoadedPair:
-    """`open_drafter`, or of a GGUF file that model as drafter.
+    """`open_drafter`, or of a GGUF file that model as drafter; `drafter` as of `drafter_path`.
 
     `tokenizer` is the target's; raises ConfigError where the drafter's, if it has one, has other ids for its tokens.
     """
-    path = Path(drafter)
+    path = drafter_path(drafter)
     if not (path.suffix == ".gguf" and path.is_file()):
         found = open_drafter(target, path, dtype=dtype, draft_tokens=draft_tokens)
         own = read_tokenizer(path) if (path / "tokenizer.json").is_file() else None
@@ -104,7 +127,7 @@ def open_drafter(
 
 def read_drafter_config(config: DenseConfig, folder: Path, draft_tokens: int | None = None) -> SeparateConfig:
     """The drafter in `folder`, by its config.json and the weights' headers; arguments and errors as of `open_drafter`."""
-    return _read_config(config, folder, draft_tokens)[0]
+    return _read_config(config, drafter_path(folder), draft_tokens)[0]
 
 
 def _read_config(config: DenseConfig, folder: Path, draft_tokens: int | None) -> tuple[SeparateConfig, TensorFiles]:
