@@ -58,7 +58,7 @@ def test_figures_of_a_report():
 
 @pytest.mark.parametrize("rate", [None, 150.0])
 def test_a_load_gets_the_answers_that_each_request_gets_alone(rate):
-    e = engine(2, 1)
+    e = engine(2, 2)
     load, params = Load(rate, requests=9, seed=2), SamplingParams(temperature=0.8, seed=2**32 - 3, max_tokens=12)
     report = serve_load(e, PROMPTS, params, load, ignore_eos=True)
     expected = []
@@ -77,7 +77,7 @@ def test_a_load_gets_the_answers_that_each_request_gets_alone(rate):
 
 
 def test_the_warm_up_is_not_in_the_figures():
-    e = engine(2, 1)
+    e = engine(2, 2)
     report = serve_load(e, [[1]], SamplingParams(max_tokens=1), Load(requests=1), ignore_eos=True)
     # One request of one token and one chunk: of all the ticks each rank works in one.
     assert [sum(tick.rows[rank] > 0 for tick in report.ticks) for rank in (0, 1)] == [1, 1]
@@ -92,7 +92,7 @@ def test_the_warm_up_is_not_in_the_figures():
     ],
 )
 def test_impossible_loads_are_refused_before_anything_runs(prompts, load, words):
-    e = engine(2, 1)
+    e = engine(2, 2)
     e.timeline.clear()
     with pytest.raises(RequestError) as error:
         serve_load(e, prompts, SamplingParams(), load)
@@ -101,7 +101,7 @@ def test_impossible_loads_are_refused_before_anything_runs(prompts, load, words)
 
 
 def test_requests_that_the_engine_has_are_no_part_of_the_load():
-    e = engine(2, 1)
+    e = engine(2, 2)
     key = e.submit([1], SamplingParams(max_tokens=30), ignore_eos=True)
     report = serve_load(e, [[2]], SamplingParams(max_tokens=1), Load(requests=1), ignore_eos=True)
     assert report.tokens == 1 and len(report.ticks) <= 4
@@ -128,11 +128,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path
 
 def test_command_prints_one_json_object_and_draws_the_timeline(run, tmp_path):
     plot = tmp_path / "timeline.png"
-    options = ("--mesh", "2x1", "--requests", "5", "--rate", "500", "--max-tokens", "6", "--ignore-eos")
+    options = ("--mesh", "2x2", "--requests", "5", "--rate", "500", "--max-tokens", "6", "--ignore-eos")
     code, out, err = run(*options, "--json", "--plot", str(plot))
     assert code == 0 and err == ""
     found = json.loads(out)
-    assert found["mesh"] == "2x1" and found["slots"] == 4 and found["rate"] == 500 and found["gamma"] == 2
+    assert found["mesh"] == "2x2" and found["slots"] == 4 and found["rate"] == 500 and found["gamma"] == 2
     assert found["tokens"] == 30 and found["requests"] == 5 and len(found["busy"]) == 2
     assert found["tokens_per_second"] > 0 and found["tokens_per_round"] >= 1
     assert found["time_to_first_token"].keys() == found["time_per_output_token"].keys() == {"p50", "p99"}
@@ -140,9 +140,9 @@ def test_command_prints_one_json_object_and_draws_the_timeline(run, tmp_path):
 
 
 def test_command_prints_a_table(run):
-    code, out, err = run("--mesh", "2x1", "--requests", "3", "--max-tokens", "4", "--ignore-eos", "--kind", "s")
+    code, out, err = run("--mesh", "2x2", "--requests", "3", "--max-tokens", "4", "--ignore-eos", "--kind", "s")
     assert code == 0 and err == ""
-    assert "nano on mesh 2x1, 4 slots" in out and "3 in " in out and "12 tokens" in out
+    assert "nano on mesh 2x2, 4 slots" in out and "3 in " in out and "12 tokens" in out
     for part in ("tokens/s", "time to first token", "p99", "tokens per round", "rank 0 busy", "rank 1 busy", "ticks"):
         assert part in out
 

@@ -167,7 +167,7 @@ coupled = jax.jit(coupled_sample)
 def test_drafts_behind_the_verified_ones_and_outside_the_vocabulary_do_not_count():
     sampling, anchor = state(3), jnp.full(3, 7, jnp.int32)
     logits = jnp.zeros((3, 3, VOCAB))
-    gumbel = [noise.coupled_gumbel(sampling.seed, anchor, j, VOCAB) for j in range(3)]
+    gumbel = jax.jit(lambda seed: [noise.coupled_gumbel(seed, anchor, j, VOCAB) for j in range(3)])(sampling.seed)
     right = np.stack([np.asarray(g).argmax(-1) for g in gumbel], axis=1).astype(np.int32)
     drafts = right[:, :2].copy()
     drafts[2, 0] = VOCAB

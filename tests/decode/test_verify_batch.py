@@ -1,5 +1,7 @@
 """Verification row by row: batches, padding, greedy rows, degenerate inputs."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,22 +17,27 @@ P4, Q4 = np.array([0.50, 0.30, 0.15, 0.05]), np.array([0.20, 0.45, 0.05, 0.30])
 
 def batch(rows=12, length=3, vocab=10, seed=5):
     rng = np.random.default_rng(seed)
-    p = jnp.asarray(rng.normal(0, 1.5, (rows, length + 1, vocab)), jnp.float32)
-    q = jnp.asarray(rng.normal(0, 1.5, (rows, length, vocab)), jnp.bfloat16)
-    sampling = SamplingState(
-        jnp.asarray(rng.choice([0.0, 0.7, 1.0], rows), jnp.float32),
-        jnp.asarray(rng.choice([0, 3], rows), jnp.int32),
-        jnp.asarray(rng.choice([1.0, 0.8], rows), jnp.float32),
-        jnp.asarray(rng.integers(0, 2**32, rows), jnp.uint32),
+    p = rng.normal(0, 1.5, (rows, length + 1, vocab)).astype(np.float32)
+    q = rng.normal(0, 1.5, (rows, length, vocab)).astype(jnp.bfloat16)
+    leaves: tuple[Any, ...] = (
+        rng.choice([0.0, 0.7, 1.0], rows).astype(np.float32),
+        rng.choice([0, 3], rows).astype(np.int32),
+        rng.choice([1.0, 0.8], rows).astype(np.float32),
+        rng.integers(0, 2**32, rows).astype(np.uint32),
     )
-    position = jnp.asarray(rng.integers(0, 1000, rows), jnp.int32)
+    position = rng.integers(0, 1000, rows).astype(np.int32)
     # Likely drafts, so that every accepted length occurs.
-    drafts = jnp.where(jnp.asarray(rng.random((rows, length)) < 0.7), p[:, :-1].argmax(-1), q.argmax(-1))
-    num_drafts = jnp.asarray(rng.integers(0, length + 1, rows), jnp.int32)
-    return p, q, drafts.astype(jnp.int32), num_drafts, sampling, position
+    drafts = np.where(rng.random((rows, length)) < 0.7, p[:, :-1].argmax(-1), q.astype(np.float32).argmax(-1))
+    num_drafts = rng.integers(0, length + 1, rows).astype(np.int32)
+    return p, q, drafts.astype(np.int32), num_drafts, SamplingState(*leaves), position
 
 
-verify = jax.jit(speculative_sample)
+_verify = jax.jit(speculative_sample)
+
+
+def verify(*arguments) -> Verdict:
+    """In numpy, as the arguments may be: picking rows eagerly would compile an operation at a time."""
+    return jax.tree.map(np.asarray, _verify(*arguments))
 
 
 def same(a: Verdict, b: Verdict) -> None:
@@ -51,7 +58,8 @@ def test_nan_rows_change_nothing_for_the_others():
     p, q, drafts, num_drafts, sampling, position = batch()
     whole = verify(p, q, drafts, num_drafts, sampling, position)
     bad = np.array([1, 4, 9])
-    dirty = verify(p.at[bad].set(jnp.nan), q.at[bad].set(jnp.nan), drafts, num_drafts, sampling, position)
+    spoilt = [np.where(np.isin(np.arange(12), bad)[:, None, None], np.nan, x).astype(x.dtype) for x in (p, q)]
+    dirty = verify(*spoilt, drafts, num_drafts, sampling, position)
     good = np.setdiff1d(np.arange(12), bad)
     same(*(jax.tree.map(lambda x: x[good], v) for v in (dirty, whole)))
     assert ((dirty.token >= 0) & (dirty.token < 10) & (dirty.accepted >= 0) & (dirty.accepted <= 3)).all()
@@ -60,15 +68,15 @@ def test_nan_rows_change_nothing_for_the_others():
 def test_drafts_beyond_the_length_are_ignored_even_as_nan():
     p, q, drafts, num_drafts, sampling, position = batch(rows=64)
     whole = verify(p, q, drafts, num_drafts, sampling, position)
-    beyond = jnp.arange(3) >= num_drafts[:, None]
-    unread = jnp.arange(4) > num_drafts[:, None]
+    beyond = np.arange(3) >= num_drafts[:, None]
+    unread = np.arange(4) > num_drafts[:, None]
     dirty = verify(
-        jnp.where(unread[..., None], jnp.nan, p), jnp.where(beyond[..., None], jnp.nan, q),
-        jnp.where(beyond, 10**6, drafts), num_drafts, sampling, position,
+        np.where(unread[..., None], np.float32(np.nan), p), np.where(beyond[..., None], np.nan, q).astype(q.dtype),
+        np.where(beyond, np.int32(10**6), drafts), num_drafts, sampling, position,
     )  # fmt: skip
     same(dirty, whole)
     for length in (0, 2):  # equal to a block that was no longer
-        rows = np.flatnonzero(np.asarray(num_drafts) == length)
+        rows = np.flatnonzero(num_drafts == length)
         short = verify(p[:, : length + 1], q[:, :length], drafts[:, :length], num_drafts, sampling, position)
         same(*(jax.tree.map(lambda x, r=rows: x[r], v) for v in (short, whole)))
 
@@ -76,11 +84,12 @@ def test_drafts_beyond_the_length_are_ignored_even_as_nan():
 def test_the_emitted_token_is_keyed_by_its_own_position():
     # After n acceptances the bonus is what plain decoding draws at that position from the same row.
     p, q, _, _, sampling, position = batch(rows=64)
-    hot = jnp.where(jnp.arange(10) == 3, 0.0, -jnp.inf)
+    hot = np.where(np.arange(10) == 3, 0.0, -np.inf)
     for n in (1, 2):
-        certain = p.at[:, :n].set(hot)
-        same_q = jnp.broadcast_to(hot.astype(jnp.bfloat16), q.shape)
-        drafts, num_drafts = jnp.full((64, 3), 3, jnp.int32), jnp.full(64, n, jnp.int32)
+        certain = p.copy()
+        certain[:, :n] = hot
+        same_q = np.broadcast_to(hot.astype(q.dtype), q.shape)
+        drafts, num_drafts = np.full((64, 3), 3, np.int32), np.full(64, n, np.int32)
         out = verify(certain, same_q, drafts, num_drafts, sampling, position)
         plain = verify(p[:, n : n + 1], q[:, :0], drafts[:, :0], 0 * num_drafts, sampling, position + n)
         assert (out.accepted == n).all()

@@ -7,7 +7,7 @@ import pytest
 
 from dspark_jax.decode.verify import speculative_sample
 from helpers.sampling_reference import softmax
-from helpers.speculation import draw_draft, state
+from helpers.speculation import MANY_ROWS, draw_draft, state
 from helpers.statistics import joint_index, markov_joint, matches
 
 N = 10**6
@@ -45,7 +45,7 @@ def _decode(sampling, num_drafts, rounds: int):
     return tokens, position
 
 
-decode = jax.jit(_decode, static_argnames="rounds")
+decode = jax.jit(_decode, static_argnames="rounds", compiler_options=MANY_ROWS)
 
 
 LONG = pytest.mark.long  # a length alone; the mixed batch holds a third of each

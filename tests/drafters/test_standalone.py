@@ -44,8 +44,12 @@ class Rounds:
             proposal = drafter.propose(*where, warm, state.draft_cache, lambda seed, at, k, vocab: jnp.zeros((2, vocab)))
             return state, emission, hidden, base, proposal.logits
 
-        model = nnx.merge(pair.graph, params)
-        self.start = decode_round.init_state(model.target, model.drafter, 2, MAX_LEN)
+        @jax.jit
+        def start(params):
+            model = nnx.merge(pair.graph, params)
+            return decode_round.init_state(model.target, model.drafter, 2, MAX_LEN)
+
+        self.start = start(params)
         self.tick = lambda state, item: tick(params, state, item)
 
     def prompts(self, prompts):

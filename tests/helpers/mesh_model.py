@@ -39,8 +39,12 @@ class Letters:
 @functools.cache
 def model(draft: bool = True) -> tuple[nnx.GraphDef, nnx.State]:
     """Graph and parameters; every parameter random, so that no part is without effect."""
-    graph, params = nnx.split(SpeculativeLM(CONFIG, DRAFT if draft else None, axis="expert", rngs=nnx.Rngs(0)))
-    leaves, structure = jax.tree.flatten(params)
+
+    def make() -> SpeculativeLM:
+        return SpeculativeLM(CONFIG, DRAFT if draft else None, axis="expert", rngs=nnx.Rngs(0))
+
+    graph = nnx.graphdef(nnx.eval_shape(make))
+    leaves, structure = jax.tree.flatten(jax.jit(lambda: nnx.state(make()))())  # one program, not one an operation
     rng = np.random.default_rng(1)
     noisy = [
         rng.integers(0, CONFIG.n_routed_experts, x.shape).astype(np.int32)

@@ -48,14 +48,18 @@ class Runner:
         self._step = jax.jit(self._step_pure)
         self._draft = jax.jit(self._draft_pure)
         self._sequence = jax.jit(self._sequence_pure)
+        self._caches = jax.jit(self._caches_pure, static_argnums=1)
 
     def model(self, params: Any) -> SpeculativeLM:
         return nnx.merge(self.graph, params)
 
     def caches(self, block: int | None = None) -> Caches:
         """Empty state; `block` is the most rows that may be rejected together (gamma + 1)."""
-        model = self.model(self.params)
-        target = model.target.init_cache(self.slots, self.max_len, block or self.gamma + 1)
+        return self._caches(self.params, block or self.gamma + 1)
+
+    def _caches_pure(self, params, block: int) -> Caches:
+        model = self.model(params)
+        target = model.target.init_cache(self.slots, self.max_len, block)
         return Caches(target, model.drafter.init_cache(self.slots, self.max_len) if model.drafter else ())
 
     def _step_pure(self, params, rows: Rows, keep, caches: Caches):

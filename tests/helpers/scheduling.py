@@ -17,6 +17,7 @@ from dspark_jax.decode.schedule.order import admission_rank, admitted
 from dspark_jax.decode.state import DecodeState, Requests, decode_item
 from dspark_jax.decode.verify import REJECTION
 from dspark_jax.testing import LookupDrafter, LookupTarget
+from helpers.speculation import MANY_ROWS
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _decode(target, drafter, sampling, prompt, choice, plans: tuple[Plan, ...], 
     return tokens[:, :width], verified
 
 
-_compiled = jax.jit(_decode, static_argnames=("plans", "ticks", "verify"))
+_compiled = jax.jit(_decode, static_argnames=("plans", "ticks", "verify"), compiler_options=MANY_ROWS)
 
 
 def decode(

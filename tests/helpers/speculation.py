@@ -8,6 +8,10 @@ from dspark_jax.decode import noise
 from dspark_jax.decode.sampling import SamplingState
 from helpers.sampling_reference import softmax
 
+# Compiler options of programs over very many rows: they run for longer than LLVM's optimisations, which the suite does
+# without, take.
+MANY_ROWS = {"xla_backend_optimization_level": 1}
+
 
 def state(rows: int, temperature=1.0, top_k=0, top_p=1.0, first_seed=0) -> SamplingState:
     """The same parameters in every row, a seed of its own for each."""

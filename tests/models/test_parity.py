@@ -25,7 +25,7 @@ def test_whole_sequence():
 LONG = pytest.mark.long  # one compilation each
 
 
-@pytest.mark.parametrize("width", [1, pytest.param(3, marks=LONG), 6, pytest.param(16, marks=LONG), 44])
+@pytest.mark.parametrize("width", [*(pytest.param(n, marks=LONG) for n in (1, 3, 16)), 6, 44])
 def test_chunks(width):
     """Slots: 0 plain chunks; 1 idle; 2 other tokens; 3 two calls late; 4 ragged chunks; 5 used before by another request."""
     runner = golden_runner()

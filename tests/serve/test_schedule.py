@@ -7,6 +7,7 @@ import jax.monitoring
 import numpy as np
 import pytest
 
+from dspark_jax.parallel.mesh import EXPERT
 from dspark_jax.parallel.ring import Ring
 from helpers.scheduled_model import GAMMA, NAMES, SLOTS, check_plain, chosen, engine, requests
 
@@ -93,34 +94,45 @@ def test_nothing_compiles_while_buckets_and_requests_change():
 
 def test_packed_equals_padded():
     """The same state and item through the packed branch and through the padded one: equal drafts, logits to 1e-5."""
-    e = engine(1, 1)
+    e = engine(2, 2)
     e.warmup()
-    keys = [e.submit(p, s, ignore_eos=True) for p, s in zip(*chosen("threshold"), strict=True)][:SLOTS]
-    while any(len(e._entries[key].tally.tokens) < 4 for key in keys):
+    small, large = min(e.ring.buckets), max(e.ring.buckets)
+    keys = [e.submit(p, s, ignore_eos=True) for p, s in zip(*chosen("threshold"), strict=True)]
+    while any(len(e._entries[key].tally.tokens) < 4 for key in keys[:SLOTS]):
         e.step()
-    compared = 0
+    compared, state = 0, e._state  # of which the calls get copies
     record = e.ring.place_control(e.ring.idle_control())
     for _ in range(6):
-        results = [e._step(e._params, in_bucket(e.ring, e._state, bucket), record) for bucket in (0, 1)]
+        results = [e._step(e._params, in_bucket(e.ring, state, bucket), record) for bucket in (0, 1)]
         (packed, one), (padded, other) = jax.device_get(results)
-        e._state = results[1][0]
-        if one.rows.sum() > min(e.ring.buckets):  # more than packed rows can hold, and never put there
+        state = results[1][0]
+        # A call has two ticks: the first rank's item in the first one is the last rank's in the second.
+        given = np.eye(2, dtype=bool)
+        if one.rows.reshape(2, 2, 2, -1).sum(axis=3)[given].max() > small:  # what packed rows cannot hold is never put there
             continue
-        assert (one.bucket[0, 0, 0], other.bucket[0, 0, 0]) == e.ring.buckets
-        compared += int(one.rows.sum())
+        assert (one.bucket[given] == small).all() and (other.bucket[given] == large).all()
+        assert (one.bucket[~given] == other.bucket[~given]).all()
+        compared += int(one.rows[given].sum())
         for x, y in zip(jax.tree.leaves(one.emission), jax.tree.leaves(other.emission), strict=True):
             np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
         for field in ("length", "anchor", "drafts", "num_drafts", "confidence"):
             x, y = getattr(packed.requests, field), getattr(padded.requests, field)
             np.testing.assert_allclose(x, y, rtol=0, atol=1e-4 if field == "confidence" else 0)
     assert compared > 20
+    check_plain([e.result(key) for key in keys])  # the engine is idle again
 
 
 def in_bucket(ring: Ring, state, bucket: int):
-    """A copy of the state whose item will run in this bucket."""
+    """A copy of the state whose first rank will run the last one's item in this bucket; the rows of others are laid out."""
+
+    def changed(packed: dict) -> dict:
+        item = ring._packing.unpack(packed)
+        control = dataclasses.replace(item.control, bucket=np.full_like(item.control.bucket, bucket))
+        return ring._packing.pack(dataclasses.replace(item, control=control))
+
     host = jax.device_get(state)
-    item = ring._packing.unpack({k: x[0] for k, x in host.item.items()})
-    control = dataclasses.replace(item.control, bucket=np.full_like(item.control.bucket, bucket))
-    packed = ring._packing.pack(dataclasses.replace(item, control=control))
-    host = dataclasses.replace(host, item={k: np.asarray(x)[None] for k, x in packed.items()})
+    parts = {k: np.split(x[-1], ring.mesh.shape[EXPERT]) for k, x in host.item.items()}
+    made = [changed(dict(zip(parts, own, strict=True))) for own in zip(*parts.values(), strict=True)]
+    last = {k: np.concatenate([own[k] for own in made]) for k in parts}
+    host = dataclasses.replace(host, item={k: np.stack([*x[:-1], last[k]]) for k, x in host.item.items()})
     return jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), host, state)

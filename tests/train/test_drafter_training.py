@@ -83,7 +83,7 @@ def test_a_block_sees_the_window_in_front_of_its_anchor_and_nothing_else(packed,
 def test_the_text_behind_an_anchor_reaches_only_the_sequential_head(packed, taps):
     """Rows of the parallel pass are noise; row k's bias follows token k - 1 and not token k."""
     at = 5
-    position = np.full((2, 1), at)
+    position = np.full((2, len(POSITIONS)), at)  # as many as elsewhere, so that the program is there
     logits, _, base = packed(TOKENS, taps, position)
     for k in range(GAMMA + 1):
         other = TOKENS.copy()
