@@ -182,7 +182,15 @@ def raising(error: Exception):
     return command
 
 
-def test_ctrl_c_in_the_middle(folder):
+@pytest.fixture
+def interruptible():
+    """Processes that a test starts take SIGINT also where the tests themselves ignore it, as behind `make test &`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_in_the_middle(folder, interruptible):
     os.mkfifo(folder / "slow.txt")  # the command waits for this file's content
     command = [sys.executable, "-m", "dspark_jax.cli", "generate", "--prompt-file", "slow.txt"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -200,7 +208,7 @@ def test_ctrl_c_in_the_middle(folder):
     assert (process.returncode, out, err) == (130, "", "dspark-jax: interrupted\n")
 
 
-def test_ctrl_c_while_modules_are_imported(tmp_path):
+def test_ctrl_c_while_modules_are_imported(tmp_path, interruptible):
     (tmp_path / "typer.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     path = os.pathsep.join([str(tmp_path), *sys.path])
     process = subprocess.Popen(
