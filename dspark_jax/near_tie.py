@@ -5,9 +5,10 @@ the router) or its compressed entries (top-k of the indexer). The first counts a
 wherever the prefix was processed, because their effects stay in the state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from dspark_jax.api import LM
 
 NEAR = 1e-5  # the invariant's bound (docs/architecture.md, "Exactness")
+_PROGRAMS: "WeakKeyDictionary[LM, Callable[..., tuple[Array, Array, Array]]]" = WeakKeyDictionary()
 _SHORTEST = 64  # prefixes are padded to powers of two from here on, so that few programs are compiled
 
 
@@ -62,7 +64,15 @@ def margins(lm: "LM", prefix: Sequence[int]) -> Margins:
     size = max(_SHORTEST, 1 << (length - 1).bit_length())
     token = np.zeros((1, size), np.int32)
     token[0, :length] = prefix
-    graph, params = lm._graph, lm._params  # this module is a part of the same package
+    if (program := _PROGRAMS.get(lm)) is None:
+        program = _PROGRAMS[lm] = _program(lm)
+    found = jax.device_get(program(lm._params, token, np.int32(length)))
+    return Margins(*(float(x) for x in found))
+
+
+def _program(lm: "LM") -> Callable[..., tuple[Array, Array, Array]]:
+    """The jitted pass over (parameters, padded prefix [1, T], its length) of a model; one compilation a length T."""
+    graph = lm._graph  # this module is a part of the same package
 
     def run(params: nnx.State, token: Int[Array, "1 T"], count: Int[Array, ""]) -> tuple[Array, Array, Array]:
         target = nnx.merge(graph, params).target
@@ -71,11 +81,9 @@ def margins(lm: "LM", prefix: Sequence[int]) -> Margins:
         return _logit_margin(target, token, count), jnp.float32(jnp.inf), jnp.float32(jnp.inf)
 
     none = PartitionSpec()
-    mapped = jax.shard_map(
-        run, mesh=lm.mesh, in_specs=(param_specs(params), none, none), out_specs=(none, none, none), check_vma=False
-    )
-    found = jax.device_get(jax.jit(mapped, compiler_options=compiler_options(lm.config))(params, token, np.int32(length)))
-    return Margins(*(float(x) for x in found))
+    specs = (param_specs(lm._params), none, none)
+    mapped = jax.shard_map(run, mesh=lm.mesh, in_specs=specs, out_specs=(none, none, none), check_vma=False)
+    return jax.jit(mapped, compiler_options=compiler_options(lm.config))
 
 
 def _logit_margin(target: Any, token: Int[Array, "1 T"], count: Int[Array, ""]) -> Float32[Array, ""]:
