@@ -16,7 +16,7 @@ from dspark_jax.config import TargetConfig
 from dspark_jax.decode.rows import Rows
 from dspark_jax.models.cache import entries_read, ring_history, ring_write, zero_where
 from dspark_jax.models.compressor import Compressor, CompressorCache, Indexer
-from dspark_jax.models.layers import Linear, RMSNorm, rms_norm, rope_frequencies, rotate
+from dspark_jax.models.layers import Linear, RMSNorm, rms_norm, rope_frequencies, rotate, with_rows
 from dspark_jax.models.numerics import cache_rounded, head_norm
 from dspark_kernels.precision import einsum
 
@@ -90,7 +90,7 @@ class Projections(nnx.Module):
         c = self.config
         heads = rotate(heads, position, self._freq(), inverse=True)
         groups = heads.reshape(*heads.shape[:-2], c.o_groups, c.group_width)
-        low = einsum("...gw,gwr->...gr", groups, self.wo_a[...])
+        low = with_rows(lambda rows: einsum("...gw,gwr->...gr", rows, self.wo_a[...]), groups, inner=2)
         return self.wo_b(low.astype(heads.dtype).reshape(*heads.shape[:-2], -1))
 
     def _freq(self):

@@ -16,7 +16,7 @@ from dspark_jax.config import RopeConfig
 from dspark_jax.config_dense import DenseConfig
 from dspark_jax.decode.rows import Rows
 from dspark_jax.models.cache import entries_read
-from dspark_jax.models.layers import Embedding, Linear, RMSNorm, rope_frequencies
+from dspark_jax.models.layers import Embedding, Linear, RMSNorm, rope_frequencies, with_rows
 from dspark_kernels.precision import einsum
 
 
@@ -234,4 +234,5 @@ class Qwen3(nnx.Module):
         """fp32 logits of rows behind a norm: the output head, which a drafter may borrow."""
         if self.lm_head is not None:
             return self.lm_head(hidden, jnp.float32)
-        return einsum("...d,vd->...v", hidden, self.model.embed_tokens.weight[...])
+        table = self.model.embed_tokens.weight[...]
+        return with_rows(lambda rows: einsum("...d,vd->...v", rows, table), hidden)
