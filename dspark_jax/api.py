@@ -26,6 +26,7 @@ from dspark_jax.decode.sampling import MAX_LOGPROBS, SamplingParams
 from dspark_jax.decode.schedule_source import SchedulerOption, fingerprint_of, schedule_source
 from dspark_jax.decode.verify import REJECTION, verify_faults
 from dspark_jax.errors import CheckpointError, ConfigError, RequestError, memory_for, raise_all
+from dspark_jax.models.speculative import embedding_dtype
 from dspark_jax.parallel.mesh import EXPERT, PIPE, checked_mesh, param_specs
 from dspark_jax.requests import Params, Prompt, RequestReader
 from dspark_jax.results import Completion, RoundOutput, Tally
@@ -217,7 +218,7 @@ class LM:
         self.mesh = checked_mesh(mesh)
         check_mesh(self.mesh, config.n_routed_experts)
         if self._schedule is not None:
-            self._schedule.check(draft, fingerprint_of(config, draft, params, self.mesh), params)
+            self._schedule.check(draft, fingerprint_of(config, draft, embedding_dtype(params), self.mesh), params)
         specs = param_specs(params)
 
         def place(param: Any, spec: PartitionSpec) -> jax.Array:

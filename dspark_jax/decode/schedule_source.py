@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -25,7 +26,6 @@ from dspark_jax.parallel.mesh import EXPERT, PIPE
 FORMS = "fixed:LENGTH, threshold:CONFIDENCE, early-stop, stale-size[:LAG] or stale-rate[:LAG]"
 _STALE = {"stale-size": StaleSize, "stale-rate": StaleRate}
 _WEIGHING = ("early-stop", *_STALE)  # these need step times
-EMBEDDINGS = ("embed", "embed_tokens")  # of V4-style and of dense models
 MEASURE = "measure"  # in place of a file of step times
 
 
@@ -225,7 +225,7 @@ def _lag(lag: int) -> None:
 def fingerprint_of(
     config: ModelConfig,
     draft: AnyDraftConfig | None,
-    params: nnx.State,
+    dtype: jax.typing.DTypeLike,
     mesh: Mesh,
     *,
     ranges: tuple[tuple[int, int], ...] | None = None,
@@ -234,14 +234,11 @@ def fingerprint_of(
     """What a table of step times must have been measured on.
 
     Args:
-      params: whose embedding has the model's dtype.
+      dtype: of the model: its embedding's.
       ranges: layers of the pipe ranks, where there are several.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    embedding = [leaf for path, leaf in leaves if any(getattr(key, "key", "") in EMBEDDINGS for key in path)]
-    dtype = str((embedding or [leaf for _, leaf in leaves])[0].dtype)
     shape = f"{mesh.shape[PIPE]}x{mesh.shape[EXPERT]}"
     if ranges is not None and len(ranges) > 1:
         shape += " " + ",".join(f"{first}-{end - 1}" for first, end in ranges)
     device = mesh.devices.flat[0].device_kind
-    return Fingerprint.of(config, draft, dtype=dtype, mesh=shape, device=device, placement=placement)
+    return Fingerprint.of(config, draft, dtype=jnp.dtype(dtype).name, mesh=shape, device=device, placement=placement)

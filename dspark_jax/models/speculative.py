@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from dspark_jax.config import DraftConfig, TargetConfig
@@ -70,3 +71,10 @@ class DenseLM(nnx.Module):
         if isinstance(self.config, StandaloneConfig):
             return StandaloneDrafter(self.target, self.draft)
         return None if self.config is None else DraftModelDrafter(self.draft, self.config, self.target.vocab_size)
+
+
+def embedding_dtype(params: Any) -> np.dtype:
+    """Of a model's weights and activations: its target's embedding's, or where that has none its first array's."""
+    target = params.get("target", params)  # a model of another kind names its parts otherwise
+    embedding = target["model"]["embed_tokens"] if "model" in target else target.get("embed", target)
+    return jnp.dtype(jax.tree.leaves(embedding)[0].dtype)

@@ -90,7 +90,7 @@ def build(
     spec = PipelineSpec(config, draft, plan.ranges, expert, read.dtype, placed)
     counter = None if count_experts is None else _expert_counter(spec, count_experts)
     if scheduler is not None:
-        here = fingerprint_of(config, draft, read.params, mesh, ranges=plan.ranges, placement=placed)
+        here = fingerprint_of(config, draft, read.dtype, mesh, ranges=plan.ranges, placement=placed)
         scheduler.check(draft, here, read.params)
         if buckets is None and scheduler.buckets is not None:  # a table may go further than this engine's rows
             buckets = bucket_sizes(per_batch // expert, spec.gamma, scheduler.buckets)

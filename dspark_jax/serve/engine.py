@@ -291,8 +291,8 @@ class Engine:
     @property
     def fingerprint(self) -> Fingerprint:
         """What step times of this engine belong to."""
-        spec, whole = self.ring.spec, self.ring.pipeline.whole
-        return fingerprint_of(spec.config, spec.draft, whole, self.mesh, ranges=spec.ranges, placement=spec.placement)
+        spec = self.ring.spec
+        return fingerprint_of(spec.config, spec.draft, spec.dtype, self.mesh, ranges=spec.ranges, placement=spec.placement)
 
     def _adopt_step_times(self, tell: Callable[[str], None]) -> None:
         """Measures what the schedule needs, and makes the ring that uses it."""

@@ -17,6 +17,7 @@ from dspark_jax.config_dense import DenseConfig, ModelConfig
 from dspark_jax.config_drafter import AnyDraftConfig
 from dspark_jax.eplb.namespace import ExpertLayers
 from dspark_jax.errors import ConfigError, raise_all
+from dspark_jax.models.speculative import embedding_dtype
 
 NO_EXPERTS = "is a dense model, which has no experts to place or to count; leave placement and count_experts out"
 
@@ -54,13 +55,6 @@ class ReadModel(NamedTuple):
     def dtype(self) -> np.dtype:
         """Of weights and activations: the embedding's."""
         return embedding_dtype(self.params)
-
-
-def embedding_dtype(params: Any) -> np.dtype:
-    """Of the target's embedding."""
-    target = params["target"]
-    embedding = target["model"]["embed_tokens"] if "model" in target else target["embed"]
-    return jnp.dtype(jax.tree.leaves(embedding)[0].dtype)
 
 
 def read_model(

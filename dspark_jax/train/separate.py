@@ -203,7 +203,7 @@ def train_drafter(
     def late() -> bool:
         return seconds is not None and time.monotonic() - began > seconds
 
-    data = _conversations(target, recipe, work, prompts, report)
+    data = _conversations(target, recipe, work, prompts, progress, report)
     progress.note(conversations=len(data.token), tokens=int((data.count - data.prompt).sum()))
     steps = recipe.steps
     optimizer, _ = make_optimizer(OptimizerConfig(recipe.peak, steps, min(200, steps // 4), weight_decay=0.0))
@@ -252,7 +252,12 @@ def _plain(value: Any) -> Any:
 
 
 def _conversations(
-    target: Target, recipe: DrafterRecipe, work: Path, prompts: Sequence[str] | None, report: Callable[[dict[str, Any]], None]
+    target: Target,
+    recipe: DrafterRecipe,
+    work: Path,
+    prompts: Sequence[str] | None,
+    progress: Progress,
+    report: Callable[[dict[str, Any]], None],
 ) -> Conversations:
     """The target's answers, kept in `work`."""
     path = work / "conversations.npz"
@@ -261,11 +266,13 @@ def _conversations(
     graph, states = nnx.split(target.model)
     rollout = Rollout(graph, recipe.slots, recipe.prompt_tokens, recipe.answer_tokens, target.config.eos_token_ids)
     words = iter(prompts) if prompts is not None else _questions(target, recipe)
+    began = time.monotonic()
     data = answers(
         rollout, (states,), map(target.prompt, words), values=recipe.temperatures, seed=recipe.seed,
         wanted=recipe.conversations, report=report,
     )  # fmt: skip
     data.save(path)
+    progress.note(writing_seconds=round(time.monotonic() - began, 1))
     return data
 
 
@@ -313,7 +320,8 @@ def _prompts_of(recipe: DrafterRecipe, record: dict[str, Any]) -> str:
 
 def _card(draft: StandaloneConfig, recipe: DrafterRecipe, record: dict[str, Any]) -> str:
     """The model card."""
-    last = record["last"]
+    last, writing = record["last"], record.get("writing_seconds")
+    written = "the conversations were there before" if writing is None else f"{writing:.0f} s before it for the conversations"
     rows = {
         "target": record["settings"]["model"],
         "drafter": f"{draft.summary}; {draft.layers.num_hidden_layers} layers",
@@ -321,7 +329,7 @@ def _card(draft: StandaloneConfig, recipe: DrafterRecipe, record: dict[str, Any]
         f" temperatures {list(recipe.temperatures)}), to {_prompts_of(recipe, record)}",
         "recipe": f"{recipe.steps} steps of {recipe.batch} conversations and {recipe.anchors} blocks each, Muon at"
         f" {recipe.peak}; losses .1 CE + .9 L1 + 1 confidence, weights exp(-k/4) (DSpark paper, section 4)",
-        "time": f"{record['seconds']:.0f} s on {record['devices']} × {record['device']}, the target's writing included",
+        "time": f"{last['seconds']:.0f} s of training on {record['devices']} × {record['device']}; {written}",
         "last step": f"tau {last['tau']:.2f} at temperature 1, {last['greedy_tau']:.2f} greedy: teacher-forced, training data",
     }
     lines = "\n".join(f"| {name} | {value} |" for name, value in rows.items())

@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from dspark_jax import LM, ConfigError, Engine, SamplingParams, cli, load
@@ -21,7 +22,7 @@ from helpers.lookup_lm import GAMMA, lookup_lm, noisy
 @pytest.fixture
 def table(tiny_model) -> ProfileTable:
     """Step times of the tiny model on one device."""
-    here = fingerprint_of(tiny_model.config, tiny_model.draft, tiny_model.params(), make_mesh())
+    here = fingerprint_of(tiny_model.config, tiny_model.draft, jnp.float32, make_mesh())
     return measured({4: 1.0, 12: 1.5, 32: 2.0}, {1: 0.1, 8: 0.2}, here)
 
 
@@ -164,7 +165,7 @@ def test_requests_behind_the_end_of_the_table_are_refused(tiny_folder, files):
 
 def test_step_times_do_not_survive_a_new_placement(tiny_folder, tiny_model, tmp_path):
     config, draft, mesh = tiny_model.config, tiny_model.draft, make_mesh(1, 2)
-    here = fingerprint_of(config, draft, tiny_model.params(), mesh)
+    here = fingerprint_of(config, draft, jnp.float32, mesh)
     measured({32: 2.0}, {1: 0.1}, here).write(tmp_path / "times.json")
     e = Engine(tiny_folder, mesh=mesh, scheduler="early-stop", profile=tmp_path / "times.json")
     layers, experts = config.num_hidden_layers + draft.num_stages, config.n_routed_experts

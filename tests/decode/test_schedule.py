@@ -2,13 +2,11 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from dspark_jax.decode.round import init_requests
 from dspark_jax.decode.schedule import (
@@ -21,31 +19,13 @@ from dspark_jax.decode.schedule import (
     StaleSize,
     StepCost,
     Threshold,
-    bucket_index,
     expected_rate,
-    packed_rows,
     survival,
 )
 from dspark_jax.decode.schedule.order import admission_rank, admitted
 from dspark_jax.errors import ConfigError
-from dspark_jax.parallel.mesh import EXPERT, make_mesh
+from helpers.blocks import JAGGED, RISING, STAIRS, THREE, block_of, lengths, random_block, stale_of, thresholds_of
 from helpers.scheduling import Retrospective
-
-
-def block_of(confidence, room=None, stale: np.ndarray | None = None) -> Block:
-    """Numpy leaves: compiled functions take them as they are."""
-    c = np.asarray(confidence, np.float32)
-    room = np.full(len(c), c.shape[1]) if room is None else np.asarray(room)
-    stale = np.ones((len(c), 2, c.shape[1])) if stale is None else stale
-    leaves: tuple[Any, ...] = (c, room.astype(np.int32), room >= 0, stale.astype(np.float32))
-    return Block(*leaves)
-
-
-_lengths = jax.jit(lambda scheduler, block: scheduler.lengths(block), static_argnums=0)
-
-
-def lengths(scheduler: Scheduler, block: Block) -> list[int]:
-    return _lengths(scheduler, block).tolist()
 
 
 @partial(jax.jit, static_argnums=0)
@@ -54,23 +34,7 @@ def sized(scheduler: StaleSize, block: Block):
     return *scheduler.rates(block), scheduler.size(block)
 
 
-def stairs(steps: dict[int, float], draft: float = 0.0) -> StepCost:
-    """Seconds of the first step that holds the rows."""
-    return StepCost(tuple(next(t for size, t in steps.items() if rows <= size) for rows in range(max(steps) + 1)), (draft,))
-
-
-# Worked numbers. Three requests; vLLM's rule with a draft cost of 1 and stairs at 4, 8 and 16 rows.
-
-_survival = jax.jit(survival)
-THREE = [[0.9, 0.8, 0.5], [0.6, 0.5, 0.9], [0.95, 0.9, 0.85]]
-STAIRS = stairs({4: 5.0, 8: 5.5, 16: 9.0}, draft=1.0)
-JAGGED = stairs({3: 5.0, 4: 7.2, 8: 7.3, 16: 12.0}, draft=1.0)
-
-
-def stale_of(confidence) -> np.ndarray:
-    """The same survivals in both earlier rounds."""
-    a = np.asarray(_survival(np.asarray(confidence, np.float32)))
-    return np.stack([a, a], axis=1)
+# Worked numbers, by vLLM's rule.
 
 
 def test_survival_is_the_product_of_the_confidences():
@@ -194,17 +158,6 @@ def algorithm_1(confidence: np.ndarray, room: np.ndarray, seconds: np.ndarray) -
     return chosen
 
 
-def random_block(rng: np.random.Generator, slots: int = 4, gamma: int = 5) -> Block:
-    """Confidences from a few values, so that there are ties and zeros."""
-    values = np.float32([0, 0.25, 0.5, 0.75, 1])
-    room = rng.integers(0, gamma + 1, slots)
-    old = np.cumprod(rng.choice(values, (slots, 2, gamma)), axis=-1)
-    return block_of(rng.choice(values, (slots, gamma)), room, old)
-
-
-RISING = StepCost(tuple(np.cumsum(np.random.default_rng(5).uniform(0.02, 0.4, 25)).tolist()))
-
-
 def test_early_stop_is_algorithm_1():
     rng = np.random.default_rng(0)
     seen = set()
@@ -319,17 +272,6 @@ def test_a_young_requests_blocks_are_repeated():
 # Algorithm 1 with foresight.
 
 
-def thresholds_of(cost: StepCost, requests: int, gains: np.ndarray) -> list[float]:
-    """Straight from the docstring: what going on from k drafts must be worth, the least over where to stop."""
-    tokens = requests + np.r_[0, gains.cumsum()]
-    seconds = np.asarray(cost.rows[requests:])[: len(gains) + 1] + cost.requests[-1]
-    price = max(tokens / seconds)
-    return [
-        min(price * (seconds[j] - seconds[k]) * gains[k] / gains[k:j].sum() for j in range(k + 1, len(gains) + 1))
-        for k in range(len(gains))
-    ]
-
-
 def test_the_thresholds_of_the_worked_example():
     block = block_of(THREE, stale=stale_of(THREE))
     gains = np.sort(np.asarray(survival(jnp.asarray(THREE))).ravel())[::-1].astype(np.float64)
@@ -400,84 +342,6 @@ def test_the_history_begins_anew_with_a_request_and_waits_with_a_waiting_slot():
         jax.nn.sigmoid(jnp.asarray(logits)), jnp.asarray([3, 3, 0]), jnp.asarray([True, True, False]), stale.at[0].set(1)
     )
     assert after.num_drafts[:2].tolist() == lengths(schedule.scheduler, block)[:2]
-
-
-# Ranks.
-
-
-def across(scheduler: Scheduler, block: Block, ranks: int):
-    """Lengths on a mesh that splits the slots, and every rank's idea of size and rows."""
-
-    def run(block: Block):
-        chosen = scheduler.lengths(block, EXPERT)
-        size = scheduler.size(block, EXPERT) if isinstance(scheduler, StaleSize) else jnp.asarray(0)
-        return chosen, size[None], packed_rows(block.active, chosen, EXPERT)[None]
-
-    mapped = jax.shard_map(
-        run, mesh=make_mesh(1, ranks, jax.devices()[:ranks]), in_specs=P(EXPERT), out_specs=P(EXPERT), check_vma=False
-    )
-    return jax.tree.map(np.asarray, jax.jit(mapped)(block))
-
-
-def test_ranks_agree_on_the_size_and_choose_among_their_own():
-    rng = np.random.default_rng(3)
-    blocks = [random_block(rng, slots=3) for _ in range(4)]
-    whole = jax.tree.map(lambda *x: jnp.concatenate(x), *blocks)
-    cost = StepCost((*[1.0] * 6, *[1.2] * 4, *[2.9] * 16))
-    chosen, size, rows = across(StaleSize(cost), whole, 4)
-    assert len(set(size.tolist())) == 1 and size[0] > 0
-    for i, block in enumerate(blocks):
-        rank, _ = admission_rank(survival(block.confidence), block.candidates)
-        own = admitted(rank, block.candidates, jnp.asarray(size[0]))
-        assert chosen[3 * i : 3 * i + 3].tolist() == own.tolist()
-    per_rank = (1 + chosen).reshape(4, 3).sum(1)
-    assert rows.tolist() == [per_rank.max()] * 4
-    # The agreed size is the best one for the sums over the ranks.
-    tokens = sum(np.asarray(b.active).sum() + np.r_[0, np.cumsum(np.sort(
-        (np.asarray(b.stale[:, 1]) * np.asarray(b.candidates)).ravel())[::-1])] for b in blocks)  # fmt: skip
-    most = max(int(b.candidates.sum()) for b in blocks)
-    assert size[0] == np.argmax((tokens / np.asarray([cost.rows[3 + k] for k in range(16)]))[: most + 1])
-
-
-def test_thresholds_are_those_of_all_ranks_together():
-    rng = np.random.default_rng(7)
-    blocks = [replace(random_block(rng, slots=3), room=np.full(3, 5, np.int32)) for _ in range(2)]
-    whole = jax.tree.map(lambda *x: jnp.concatenate(x), *blocks)
-    old = [np.sort(np.asarray(b.stale[:, 1]).ravel())[::-1] for b in blocks]
-    expected = thresholds_of(RISING, 3, np.maximum((old[0] + old[1]) / 2, 1e-9).astype(np.float64))
-    found = jax.jit(jax.shard_map(
-        lambda b: StaleRate(RISING).thresholds(b, EXPERT), mesh=make_mesh(1, 2, jax.devices()[:2]), in_specs=P(EXPERT),
-        out_specs=P(EXPERT), check_vma=False,
-    ))(whole)  # fmt: skip
-    chosen, _, _ = across(StaleRate(RISING), whole, 2)
-    some = slice(0, int(((old[0] + old[1]) > 0).sum()))
-    for own, lengths_here, block in zip(np.split(np.asarray(found), 2), np.split(chosen, 2), blocks, strict=True):
-        np.testing.assert_allclose(own[some], expected[some], rtol=2e-4)
-        today = np.sort(np.asarray(survival(jnp.asarray(block.confidence))).ravel())[::-1]
-        assert ((today > own) & (today > 0)).cumprod().sum() == lengths_here.sum()
-
-
-def test_b44_small_differences_between_ranks_do_not_part_the_sizes():
-    """Equal rows on every rank, apart from the last bits of the confidences."""
-    c = np.tile(np.float32(THREE), (2, 1))
-    stale = np.tile(stale_of(THREE), (2, 1, 1)) * (1 - 1e-6 * (np.arange(6) >= 3))[:, None, None]
-    chosen, size, _ = across(StaleSize(STAIRS), block_of(c, stale=stale), 2)
-    assert size.tolist() == [5, 5] and chosen.tolist() == [2, 0, 3] * 2
-
-
-def test_algorithm_1_plans_rank_by_rank():
-    rng = np.random.default_rng(4)
-    blocks = [random_block(rng, slots=3) for _ in range(2)]
-    chosen, _, rows = across(EarlyStop(RISING), jax.tree.map(lambda *x: jnp.concatenate(x), *blocks), 2)
-    expected = [lengths(EarlyStop(RISING), block) for block in blocks]
-    assert chosen.tolist() == [n for own in expected for n in own]
-    assert rows.tolist() == [max(3 + sum(e) for e in expected)] * 2
-
-
-def test_buckets():
-    find = jax.jit(partial(bucket_index, buckets=(4, 8, 16)))
-    assert [int(find(jnp.asarray(rows))) for rows in (0, 1, 4, 5, 8, 9, 16, 17)] == [0, 0, 0, 1, 1, 2, 2, 2]
-    assert int(packed_rows(jnp.asarray([True, False, True]), jnp.asarray([2, 5, 0]))) == 4
 
 
 # Settings.
