@@ -53,11 +53,16 @@ MAPPINGS = 40_000  # of memory, from which on programs are dropped; Linux ends a
 
 @pytest.fixture(scope="module", autouse=True)
 def few_programs():
-    """Drops compiled programs between test modules: each holds some 20 mappings, and a process may not have many."""
+    """Drops compiled programs between test modules: each holds some 20 mappings, and a process may not have many.
+
+    Otherwise what earlier modules left is frozen: a collection looks through this module's objects alone.
+    """
+    gc.freeze()
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > MAPPINGS:
         import jax  # here alone: the process that only hands out the tests starts without it
 
         jax.clear_caches()
+        gc.unfreeze()
         gc.collect()

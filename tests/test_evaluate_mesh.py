@@ -74,6 +74,7 @@ def run(asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, t
     return go
 
 
+@pytest.mark.long
 def test_two_pipe_ranks_measure_what_one_does(run, asked):
     (one,) = evaluate(EngineRunner("tiny", make_mesh()), [EvalPrompt(p) for p in PROMPTS], SAMPLED)
     assert one.head_off is not None and one.acceptance.rounds != one.head_off.rounds

@@ -53,6 +53,7 @@ def test_json_without_compare_and_without_drafts(run, spelling: LM):
     assert found["rounds"] == 5 and found["tokens_per_second"] == found["plain_tokens_per_second"] > 0
 
 
+@pytest.mark.long
 def test_json_with_logprobs(run, spelling: LM):
     arguments = ("generate", "--prompt", "abc", "--max-tokens", "6", "--json")
     assert json.loads(run(*arguments, lm=spelling)[1])["logprobs"] is None
@@ -68,6 +69,7 @@ def test_json_with_logprobs(run, spelling: LM):
     assert code == 2 and out == "" and "logprobs = 21; expected None (off) or an integer in 0 … 20" in err
 
 
+@pytest.mark.long
 def test_samples_are_not_called_identical(run, babbling: LM):
     common = ("generate", "--prompt", "abc", "--max-tokens", "9", "--compare", "--temperature", "1.5", "--seed", "3")
     code, out, _ = run(*common, "--json", lm=babbling)
@@ -206,8 +208,8 @@ def test_help_and_version_need_no_jax():
     ("environment", "expected"),
     [
         ({"XDG_CACHE_HOME": "/x"}, "/x/dspark_jax/jax 0.3 False"),
-        ({"HOME": "/h"}, "/h/.cache/dspark_jax/jax 0.3 False"),
-        ({"JAX_COMPILATION_CACHE_DIR": "/c"}, "/c 0.3 False"),
+        pytest.param({"HOME": "/h"}, "/h/.cache/dspark_jax/jax 0.3 False", marks=pytest.mark.long),
+        pytest.param({"JAX_COMPILATION_CACHE_DIR": "/c"}, "/c 0.3 False", marks=pytest.mark.long),
         ({"JAX_COMPILATION_CACHE_DIR": "/c", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "2"}, "/c 2.0 False"),
     ],
 )

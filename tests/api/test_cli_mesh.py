@@ -82,6 +82,7 @@ def test_no_draft_and_sampling_on_a_mesh(run):
     assert plain["rounds"] == plain["tokens"] - 1 and plain["plain_tokens_per_second"] == plain["tokens_per_second"]
 
 
+@pytest.mark.long
 def test_a_bad_prompt_is_refused_before_compilation(run, monkeypatch):
     monkeypatch.setattr("dspark_jax.serve.engine.Engine.warmup", lambda *_: pytest.fail("compiled"))
     code, out, err = run("generate", "--prompt", "a" * 99, "--mesh", "2x1", devices=2, load=no_batch)
@@ -109,6 +110,7 @@ def test_a_runner_asks_for_the_stages_given_and_the_fewest_slots(monkeypatch):
     assert [(o["slots"], o["stages"], o["speculate"]) for o in asked] == [(4, ((0, 1), (1, 4)), s) for s in (True, False)]
 
 
+@pytest.mark.long
 def test_expert_ranks_alone_take_the_batch_interface(run):
     meshes = []
     load = lambda model, *, mesh, **_: meshes.append(mesh) or lm()  # noqa: E731

@@ -29,6 +29,7 @@ def answers(model: str, request: pytest.FixtureRequest) -> list[Completion]:
     return lm.generate(PROMPTS, SamplingParams(max_tokens=16))
 
 
+@pytest.mark.long
 def test_ring_by_hand(model, answers):
     done = run("ring_by_hand", "--mesh", "2x1", "--emulate-devices", "2", "--model", model)
     assert done.returncode == 0, done.stderr
@@ -37,6 +38,7 @@ def test_ring_by_hand(model, answers):
     assert sum("drafts accepted" in line for line in lines) >= sum(a.rounds for a in answers)
 
 
+@pytest.mark.long
 def test_serving_loop(model, answers):
     done = run("serving_loop", "--model", model)
     assert done.returncode == 0, done.stderr

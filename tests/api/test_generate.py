@@ -96,6 +96,7 @@ def test_max_tokens_cuts_inside_a_block(spelling: LM, count: int):
     assert (result.tokens_per_round is None) == (count == 1)
 
 
+@pytest.mark.long
 def test_the_context_limit_ends_a_request():
     lm = lookup_lm(alphabet(), agreeing(alphabet(), 2), max_len=32)
     for length in (20, 31):

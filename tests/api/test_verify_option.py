@@ -82,6 +82,7 @@ def run(coupled: LM, monkeypatch, capsys):
     return call
 
 
+@pytest.mark.long
 def test_sampled_texts_are_compared(run):
     common = ("generate", "--prompt", "abc", "--max-tokens", "9", "--compare", "--temperature", "1.5", "--seed", "3")
     out, given = run(*common, "--json")

@@ -37,6 +37,7 @@ def tiny_shape(monkeypatch):
     monkeypatch.setitem(DENSE_SHAPES, "qwen3-4b", tiny)
 
 
+@pytest.mark.long
 def test_a_dense_round_is_timed_and_says_what_plain_steps_say(tiny_shape, monkeypatch, tmp_path, capsys):
     kept = []
     monkeypatch.setattr(bench, "make_programs", lambda *a: kept.extend(make_programs(*a)) or kept)

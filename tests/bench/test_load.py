@@ -51,6 +51,7 @@ def recording(count: int = 400) -> Rounds:
     return Rounds(logits, np.cumprod(survives, axis=1).sum(axis=1))
 
 
+@pytest.mark.long
 def test_every_competitor_chooses_what_its_scheduler_chooses_alone():
     seconds = [0.8, 1.0, 1.25, 1.5]  # of 0 … 3 drafts of each; linear between them
     cost = StepCost(tuple(np.interp(range(17), [4, 8, 12, 16], seconds).tolist()))
@@ -93,6 +94,7 @@ class Drafts:
         return Proposal(tokens, jnp.zeros((*tokens.shape, 512), jnp.bfloat16), jnp.zeros(tokens.shape))
 
 
+@pytest.mark.long
 def test_recorded_rounds_decide_confidence_and_acceptance():
     count, rounds = 1000, recording()
     sampling = SamplingState.from_params([SamplingParams(temperature=1.0, seed=i) for i in range(count)])

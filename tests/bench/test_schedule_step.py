@@ -8,6 +8,7 @@ import pytest
 from dspark_jax.bench import schedule_step
 
 
+@pytest.mark.long
 def test_every_kind_is_timed_for_every_size(capsys):
     assert schedule_step.main(["--requests", "2,4", "--gamma", "3", "--steps", "64", "--repeats", "3"]) == 0
     found = json.loads(capsys.readouterr().out)["microseconds"]

@@ -57,6 +57,7 @@ def test_figures_of_a_report():
 
 
 @pytest.mark.parametrize("rate", [None, 150.0])
+@pytest.mark.long
 def test_a_load_gets_the_answers_that_each_request_gets_alone(rate):
     e = engine(2, 2)
     load, params = Load(rate, requests=9, seed=2), SamplingParams(temperature=0.8, seed=2**32 - 3, max_tokens=12)

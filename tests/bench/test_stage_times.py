@@ -80,6 +80,7 @@ def test_costs_fitted_to_pieces_predict_stages(monkeypatch):
         assert max(map(abs, cut["fitted"]["error"])) < 0.01 < 0.1 < max(map(abs, cut["given"]["error"]))
 
 
+@pytest.mark.long
 def test_what_cannot_be_run_is_left_out(monkeypatch, capsys):
     """One rank runs out of memory: the others are still timed."""
     compiled = Stage.compile
@@ -95,6 +96,7 @@ def test_what_cannot_be_run_is_left_out(monkeypatch, capsys):
     assert not found["cuts"][0]["complete"] and "cannot be compiled: RESOURCE_EXHAUSTED: planted" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_requests_draft_in_every_run():
     """Idle requests would draft without rows, and a kernel for visited experts alone would have nothing to do."""
     stage = Stage(SETTING, ((0, 1), (1, 2)), 1)

@@ -136,7 +136,7 @@ FAULTS = {
 
 
 # Other absurd sizes are in the list.
-LONG = {"absurd experts", "absurd depth", "absurd tensor"}
+LONG = {"absurd experts", "absurd depth", "absurd tensor", "absurd header", "absurd width", "index names no tensor of the file"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in FAULTS])

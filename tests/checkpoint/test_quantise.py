@@ -111,6 +111,7 @@ def by_key(params: nnx.State) -> dict[str, np.ndarray]:
     return {k: a for e in layout.entries(params) for k, a in zip(e.keys, e.save(values[e.path]), strict=True)}
 
 
+@pytest.mark.long
 def test_nano_is_as_near_as_its_formats_allow(exported):
     before, after = (by_key(read_checkpoint(f, dtype=jnp.float32).params) for f in (model_folder("nano"), exported))
     assert before.keys() == after.keys()
@@ -189,6 +190,7 @@ class Answers:
         return lambda ids: int(run(self._params, jnp.array([ids + [3] * (9 - len(ids))]))[len(ids) - 1])
 
 
+@pytest.mark.long
 def test_agreement_is_counted_token_by_token():
     texts = {"03": [1, 2, 4, 0], "1": [3, 3, 1, 2, 4], "240": [4, 1], "4": [2, 0, 4]}
     other = Answers(1, texts | {"1": [0]}, expert=2)

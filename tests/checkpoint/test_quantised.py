@@ -145,7 +145,7 @@ def test_a_folder_in_the_published_layout_is_dequantised_bit_for_bit(written):
             np.testing.assert_array_equal(narrow[key].astype(np.float32), value.astype(np.float32), err_msg=key)
 
 
-@pytest.mark.parametrize("kind", ["fp4", "fp8"])
+@pytest.mark.parametrize("kind", ["fp4", pytest.param("fp8", marks=pytest.mark.long)])
 def test_experts_that_stay_quantised_are_the_files_bytes(kind, written, tmp_path):
     path, tensors = written
     if kind == "fp8":
@@ -165,7 +165,7 @@ def test_experts_that_stay_quantised_are_the_files_bytes(kind, written, tmp_path
             np.testing.assert_array_equal(matrix.T, dense[f"mtp.1.ffn.experts.{e}.{part}.weight"])
 
 
-@pytest.mark.parametrize("kind", ["fp4", "fp8"])
+@pytest.mark.parametrize("kind", ["fp4", pytest.param("fp8", marks=pytest.mark.long)])
 def test_the_writer_gives_quantised_experts_back(kind, tmp_path):
     write_quantised(tmp_path / "a", CONFIG, DRAFT, experts=kind)
     first = read_checkpoint(tmp_path / "a", dtype=jnp.bfloat16, weights="quantised")
@@ -260,7 +260,7 @@ def test_all_faults_of_quantised_tensors_come_in_one_error(weights, folder):
     assert placed == []
 
 
-@pytest.mark.parametrize("weights", ["dequantised", "quantised"])
+@pytest.mark.parametrize("weights", [pytest.param("dequantised", marks=pytest.mark.long), "quantised"])
 def test_values_that_are_no_numbers_are_all_named_when_the_first_is_met(weights, folder):
     def change(t):
         for key in ("layers.0.ffn.experts.0.w1.scale", "mtp.1.ffn.experts.3.w3.scale"):

@@ -108,6 +108,7 @@ def test_the_text_does_not_depend_on_the_drafter():
     assert (cut != plain).any()
 
 
+@pytest.mark.long
 def test_noise_by_the_index_in_the_block_would_make_another_text(monkeypatch):
     by_index = lambda seed, anchor, index, vocab: noise.gumbel(seed, 0 * anchor + index, noise.COUPLED, vocab)  # noqa: E731
     monkeypatch.setattr(noise, "coupled_gumbel", by_index)
@@ -141,6 +142,7 @@ def one_draft(p_logits, q_logits, shared: bool, verify: str):
     return jnp.where(verdict.accepted > 0, draft, verdict.token), verdict.accepted
 
 
+@pytest.mark.long
 def test_acceptance_is_that_of_shared_noise():
     p, q = jnp.log(jnp.asarray(P4, jnp.float32)), jnp.asarray(np.log(Q4), jnp.bfloat16)
     q_law = bf16_law(np.log(Q4))
@@ -164,6 +166,7 @@ def test_acceptance_is_that_of_shared_noise():
 coupled = jax.jit(coupled_sample)
 
 
+@pytest.mark.long
 def test_drafts_behind_the_verified_ones_and_outside_the_vocabulary_do_not_count():
     sampling, anchor = state(3), jnp.full(3, 7, jnp.int32)
     logits = jnp.zeros((3, 3, VOCAB))

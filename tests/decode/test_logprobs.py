@@ -73,6 +73,7 @@ def test_several_rounds_a_call():
         check(result)
 
 
+@pytest.mark.long
 def test_a_stop_in_the_middle_of_a_block_ends_them_there(lm: LM):
     whole = lm.generate([PROMPTS[0]], params(), ignore_eos=True)[0]
     inside = [i for i in range(1, len(whole.tokens) - 1) if whole.drafted[i] and whole.drafted[i + 1]]

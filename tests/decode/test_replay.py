@@ -32,6 +32,7 @@ def test_a_threshold_sees_calibrated_confidences():
 
 
 @pytest.mark.parametrize("kind", [EarlyStop, StaleSize, StaleRate])
+@pytest.mark.long
 def test_the_load_decides_what_drafts_are_worth(kind):
     """A step of up to 16 rows takes as long as one of one row; behind that every row costs."""
     cost = StepCost(tuple(float(max(n, 16)) for n in range(100)))

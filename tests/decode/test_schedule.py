@@ -235,6 +235,7 @@ def tokens_of(scheduler: StaleSize, block: Block) -> np.ndarray:
     return np.asarray(jax.jit(lambda b: scheduler.expected(b).tokens)(block))
 
 
+@pytest.mark.long
 def test_few_requests_are_judged_by_the_mean_of_many_rounds():
     flat = StepCost((1.0,) * 400)
     old = np.float32([[[0.1, 0.0], [0.9, 0.5], [0.7, 0.1], [0.2, 0.0]]])  # one slot, newest first

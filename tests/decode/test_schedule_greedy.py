@@ -38,6 +38,7 @@ def plain(first: int, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.long
 def test_the_text_is_plain_decodings(name):
     tokens, verified = decode(
         TARGET, DRAFTER, state(SLOTS, temperature=0.0), tuple(PLANS.values()), list(PLANS).index(name), prompt=PROMPT,

@@ -205,6 +205,7 @@ def shared_engine(monkeypatch):
     engine.set_placement(None)
 
 
+@pytest.mark.long
 def test_collect_writes_what_plan_reads(run, shared_engine, prompts, tmp_path):
     folder = tmp_path / "new"
     command = ["collect", "--prompts", prompts, "--out", folder, "--mesh", "1x2", "--max-tokens", 9]

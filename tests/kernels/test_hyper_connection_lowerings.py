@@ -62,6 +62,7 @@ def test_collapse_in_front_of_the_head():
     close([run(*arguments, implementation=KERNEL)], [run(*arguments, implementation="reference")])
 
 
+@pytest.mark.long
 def test_gradients_are_the_references():
     arguments = inputs(3, 4, 128)
 

@@ -88,6 +88,7 @@ def check(mode: str, what: str, value, rows: slice | int = slice(None)) -> None:
 
 
 @pytest.mark.parametrize("mode", [pytest.param("q32", marks=LONG), "q32+inputs"])  # the latter rounds all that the former does
+@pytest.mark.long
 def test_target_and_drafts_in_fp32(mode: str):
     """A slot for every step of the goldens: its context in one piece, then in ragged ones, and a block of drafts behind it."""
     ids, steps = expected(mode, "ids").tolist(), expected(mode, "draft_steps").tolist()
@@ -128,6 +129,7 @@ def distance(logits: np.ndarray, other: np.ndarray) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("mode", ["ref", pytest.param("ref+inputs", marks=LONG)])
+@pytest.mark.long
 def test_bfloat16_agrees_with_the_oracle_as_the_oracle_with_itself(mode: str):
     """Measured over 96 rows, same likeliest token and mean distance. ref: 0.90 and 0.093, the oracle with itself 0.92 and
     0.095, default numerics 0.79 and 0.158; ref+inputs: 0.83 and 0.167, 0.81 and 0.201, 0.57 and 0.375. On another

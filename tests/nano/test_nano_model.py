@@ -35,6 +35,7 @@ def differences(lm: LM, prompts: list[str], batch: int, max_tokens: int) -> tupl
     return found, tokens
 
 
+@pytest.mark.long
 def test_greedy_text_is_plain_greedy_text(nano: LM):
     short = [p for p in PROMPTS if len(nano.encode(p.prompt)) < 60]
     chosen = [next(p for p in short[i:] if p.kind == kind).prompt for kind in ("code", "prose") for i in (0, 2, 4, 6)]

@@ -84,6 +84,7 @@ def test_b10_a_record_is_captured_when_it_is_placed():
         np.testing.assert_array_equal(np.asarray(leaf), idle)
 
 
+@pytest.mark.long
 def test_b11_the_last_rank_has_its_own_embedding_and_cannot_do_without():
     r = ring(expert=1)
     placed = r.pipeline.place(model()[1], r.mesh)

@@ -78,6 +78,7 @@ def test_every_round_is_the_references(target, name, mesh):
     check_rounds(golden_answers(e, name), name)
 
 
+@pytest.mark.long
 def test_changing_lengths_keep_the_text(target):
     """A scheduler with packed rows, two stages: taps of both ranks, and the tied head on the last."""
     e = engine(target, "2x1", drafter=drafter(VANILLA), scheduler="threshold:0.5", buckets=(3,))

@@ -38,9 +38,9 @@ def requests(count: int = 11, seed: int = 0) -> list[tuple[list[int], SamplingPa
 
 @functools.cache
 def solo() -> list[tuple[tuple[int, ...], str]]:
-    """Every request alone, through the batch interface on one device: another program of the same model."""
-    answers = [lm().generate([prompt], params)[0] for prompt, params in requests()]
-    return [(a.tokens, a.finish_reason) for a in answers]
+    """Every request, through the batch interface on one device: another program of the same model, without slots."""
+    prompts, params = zip(*requests(), strict=True)
+    return [(a.tokens, a.finish_reason) for a in lm().generate(prompts, params)]
 
 
 def answers(e: Engine) -> list[tuple[tuple[int, ...], str]]:

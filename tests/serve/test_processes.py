@@ -99,7 +99,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("process", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_failing_process_ends_the_launch_with_its_exit_code(tmp_path, process):
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
@@ -138,6 +138,7 @@ def test_an_impossible_placement_is_refused_by_every_process(tmp_path):
     assert len(seconds) == 2 and max(map(float, seconds)) < 2
 
 
+@pytest.mark.long
 def test_a_bad_command_is_one_error_and_exit_code_2():
     done = launch("--processes", "2", "--", "generate", "--mesh", "2x1", timeout=60)
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr

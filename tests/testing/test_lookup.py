@@ -166,6 +166,7 @@ def test_greedy_text_through_the_round_is_the_chain_of_argmaxes(order):
             assert len(text) >= 8 and start + text == expected
 
 
+@pytest.mark.long
 def test_acceptance_through_the_round_equals_the_curve():
     rates = (0.9, 0.75, 0.6)
     drafter = LookupDrafter.acceptance_curve(TARGET, rates)
@@ -190,6 +191,7 @@ CASES = [(1, 1.0, 0, 1.0), (2, 1.0, 0, 1.0), (2, 0.8, 3, 1.0), (2, 1.3, 0, 0.8)]
     ("n", "order", "temperature", "top_k", "top_p"),
     [(200_000, *CASES[2]), *(pytest.param(10**6, *case, marks=LONG) for case in CASES)],
 )
+@pytest.mark.long
 def test_joint_of_the_first_three_tokens_through_the_round(n, order, temperature, top_k, top_p):
     target = LookupTarget.random(VOCAB, order=order, seed=11)
     drafter = LookupDrafter.random(VOCAB, 2, seed=12)

@@ -119,6 +119,7 @@ def test_b52_the_head_follows_the_block_s_own_tokens():
     np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(table).max())
 
 
+@pytest.mark.long
 def test_the_objective_compares_with_the_target_at_the_same_places():
     """p_t of slot k is the target's distribution behind token p + k, and the label the token it predicts."""
     model = micro_model(gamma=2)
@@ -171,6 +172,7 @@ def test_training_lowers_the_loss_and_raises_the_length(trained):
     assert np.mean(tau[-5:]) > np.mean(tau[:5]) + 0.1
 
 
+@pytest.mark.long
 def test_the_target_is_frozen(trained):
     """Its arrays are neither changed nor donated, and the state holds none of them."""
     for old, new in zip(jax.tree.leaves(trained["before"][2]), jax.tree.leaves(trained["frozen"]), strict=True):
@@ -179,6 +181,7 @@ def test_the_target_is_frozen(trained):
     assert names == {"mtp"}
 
 
+@pytest.mark.long
 def test_every_trainable_part_of_the_stages_moves(trained):
     old, new = (dict(nnx.to_flat_state(x)) for x in (trained["before"][0], trained["state"].params))
     still = [".".join(map(str, p)) for p in old if np.array_equal(old[p].get_value(), new[p].get_value())]

@@ -79,6 +79,7 @@ def greedy(target, rollout) -> tuple[Prompts, Continuations]:
     return prompts, jax.device_get(new)
 
 
+@pytest.mark.long
 def test_greedy_continuations_are_the_argmax_of_whole_sequences(target, greedy):
     prompts, new = greedy
     graph, *states = target
@@ -96,6 +97,7 @@ def test_greedy_continuations_are_the_argmax_of_whole_sequences(target, greedy):
         np.testing.assert_array_equal(text[row, start : start + count], best[row, start - 1 : start + count - 1])
 
 
+@pytest.mark.long
 def test_continuations_end_with_eos_or_at_the_limit(greedy):
     _, new = greedy
     for token, count in zip(new.token, new.count, strict=True):
@@ -103,6 +105,7 @@ def test_continuations_end_with_eos_or_at_the_limit(greedy):
         assert token[count - 1] == EOS or count == NEW
 
 
+@pytest.mark.long
 def test_sampled_continuations_depend_on_the_seed_alone(target, rollout, greedy):
     prompts, plain = greedy
     hot = np.full(SLOTS, 1.0)
@@ -151,6 +154,7 @@ def test_temperatures_come_in_equal_shares():
     assert counts.tolist() == [4, 4, 4] and temperatures(12).dtype == np.float32
 
 
+@pytest.mark.long
 def test_regenerated_text_is_the_target_s_own(target, rollout):
     totals: list[int] = []
     own = regenerate(rollout, target[1:], SOURCE, 300, values=(0.0,), report=totals.append)

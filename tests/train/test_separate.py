@@ -30,7 +30,7 @@ from helpers.standalone import TARGET, open_pair
 
 RECIPE = DrafterRecipe(
     block_size=3, layers=1, intermediate=24, taps=(0, 2, 4), markov_rank=4, conversations=6, prompt_tokens=8, answer_tokens=12,
-    steps=8, batch=4, anchors=3, slots=4, seed=3,
+    steps=4, batch=4, anchors=3, slots=4, seed=3,
 )  # fmt: skip
 PROMPTS = ["Hello 12", "abc", "what is", "0123", "xyz", "long", "too long for the recipe"]
 
@@ -112,7 +112,7 @@ def test_a_run_that_was_stopped_resumes_to_the_same_drafter(target: Path, tmp_pa
     assert run("one") and not run("two", seconds=0) and run("two")
     one, two = (load_file(tmp_path / name / "out/model.safetensors") for name in ("one", "two"))
     assert one.keys() == two.keys() and all(np.array_equal(one[key], two[key]) for key in one)
-    assert losses["one"] == losses["two"] and len(losses["one"]) == 8
+    assert losses["one"] == losses["two"] and len(losses["one"]) == 4
     written = Conversations.read(tmp_path / "one/work/conversations.npz")
     assert len(written.token) == 6 and set(written.prompt) == {8, 3, 7, 4}
     assert one["layers.0.mlp.down_proj.weight"].shape[1] == 24
@@ -121,7 +121,7 @@ def test_a_run_that_was_stopped_resumes_to_the_same_drafter(target: Path, tmp_pa
     assert isinstance(lm.draft_config, StandaloneConfig) and lm.draft_config.num_target_layers == 6
     result = lm.generate([PROMPTS[0]], SamplingParams(max_tokens=12))[0]
     assert result.tokens == lm.generate([PROMPTS[0]], SamplingParams(max_tokens=12), speculate=False)[0].tokens
-    with pytest.raises(ConfigError, match=r"begun with other settings.*steps 8 and now 9"):
+    with pytest.raises(ConfigError, match=r"begun with other settings.*steps 4 and now 9"):
         train_drafter(target, tmp_path / "x", tmp_path / "one/work", replace(RECIPE, steps=9), prompts=PROMPTS)
     with pytest.raises(ConfigError, match=r"begun with other settings \(prompts"):
         train_drafter(target, tmp_path / "x", tmp_path / "one/work", RECIPE, prompts=PROMPTS[:6])
@@ -150,6 +150,7 @@ def test_impossible_settings_are_named_all_at_once(target: Path, tmp_path: Path)
         train_drafter("nano", tmp_path / "out", tmp_path / "work3", RECIPE)
 
 
+@pytest.mark.long
 def test_prompts_without_end_of_which_none_is_short_enough_end_the_run(target: Path, tmp_path: Path):
     rollout: Any = SimpleNamespace(slots=2, prompt=4, new=4)
     with pytest.raises(ConfigError, match="no prompt of at most 4 tokens has an answer, and 1000 are longer"):
