@@ -15,6 +15,8 @@ from helpers.mesh_model import CONFIG, DRAFT, model
 
 LONG = 8192  # positions, so that caches outweigh everything else
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def compiled():
@@ -38,7 +40,6 @@ def size(shape) -> int:
     return int(np.prod(shape.shape)) * shape.dtype.itemsize
 
 
-@pytest.mark.long
 def test_caches_are_updated_in_place(compiled):
     ring, program = compiled
     caches = sum(map(size, ring.caches.shapes.values()))
@@ -47,7 +48,6 @@ def test_caches_are_updated_in_place(compiled):
     assert memory.alias_size_in_bytes > 0.99 * memory.output_size_in_bytes
 
 
-@pytest.mark.long
 def test_no_instruction_copies_a_cache(compiled):
     ring, program = compiled
     part = max(map(size, ring.caches.shapes.values())) // ring.pipe  # what one microbatch has of the largest cache
