@@ -12,6 +12,7 @@ from dspark_jax.config import TargetConfig
 from dspark_jax.decode.rows import mask_rows
 from dspark_jax.eplb.placement import PlacedLayer
 from dspark_jax.models import numerics
+from dspark_jax.models.dispatch import gathered
 from dspark_jax.models.layers import Linear, dot
 from dspark_kernels import expert_mlp as expert_kernels
 from dspark_kernels import routing as routing_kernels
@@ -142,10 +143,7 @@ class MoE(nnx.Module):
         ids, weights = self._places(routing.ids, axis), routing.weights
         if axis is None:
             return self._local(x, ids, weights)
-        # Dropless: every rank sees all rows, computes its own experts (or slots), and gets its rows' sums back.
-        x, ids, weights = (jax.lax.all_gather(v, axis, tiled=True) for v in (x, ids, weights))
-        local = ids - jax.lax.axis_index(axis) * self.experts.w1.shape[0]
-        return jax.lax.psum_scatter(self._local(x, local, weights), axis, scatter_dimension=0, tiled=True)
+        return gathered(x, ids, weights, self._local, self.experts.w1.shape[0], axis)
 
     def _local(self, x: Float[Array, "B d"], ids: Int[Array, "B k"], weights: Float32[Array, "B k"]) -> Float32[Array, "B d"]:
         """Sums over the experts that are here."""
