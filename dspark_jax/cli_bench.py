@@ -122,6 +122,15 @@ def load(context: typer.Context) -> None:
     raise SystemExit(main(context.args, "dspark-jax bench load"))
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+@guarded
+def mesh(context: typer.Context) -> None:
+    """Check and time several devices: equality, scale, dispatch, pipeline, placement (mesh --help)."""
+    from dspark_jax.bench.mesh import main
+
+    raise SystemExit(main(context.args, "dspark-jax bench mesh"))
+
+
 app.command("kernels", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(kernels)
 app.command("round")(round_)
 app.command("decode")(decode)

@@ -21,7 +21,6 @@ from dspark_jax.decode.rounds_file import read_rounds
 from dspark_jax.errors import ConfigError, raise_all
 from dspark_jax.parallel.leaves import ITEM_SIZE
 from dspark_jax.parallel.mesh import EXPERT, PIPE
-from dspark_jax.parallel.mesh_config import MeshConfig
 from dspark_jax.presets import model_configs
 
 REPEATS = 5  # of a timing; its median counts
@@ -91,11 +90,6 @@ def shape_of(
         rounds = Rounds(np.zeros((4096, draft.block_size), np.float32), accepted.astype(np.int32))
         said = f"synthetic: a draft survives with probability {kept}, random weights"
     return Shape(model, config, draft, dtype, context, rounds, said)
-
-
-def splits(devices: int) -> list[MeshConfig]:
-    """Every mesh of so many devices, few pipe ranks first."""
-    return [MeshConfig(pipe, devices // pipe) for pipe in range(1, devices + 1) if devices % pipe == 0]
 
 
 def device_name(mesh: Mesh) -> str:

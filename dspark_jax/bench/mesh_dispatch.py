@@ -25,7 +25,7 @@ _SPLIT = PartitionSpec(EXPERT)
 
 
 class Layer:
-    """The routed experts of one layer on the `expert` axis, weights random; `slots` over all ranks, one an expert by default."""
+    """The routed experts of one layer on the `expert` axis, with random weights; one slot an expert by default."""
 
     def __init__(self, shape: Shape, mesh: Mesh, slots: int | None = None):
         self.config, self.mesh, self.dtype = shape.config, mesh, jnp.dtype(shape.dtype)
@@ -58,7 +58,7 @@ class Layer:
 
             return jax.lax.fori_loop(0, steps, step, x)
 
-        specs = ({key: _SPLIT for key in self.weights}, _SPLIT, _SPLIT, _SPLIT)
+        specs = (dict.fromkeys(self.weights, _SPLIT), _SPLIT, _SPLIT, _SPLIT)
         return jax.jit(jax.shard_map(call, mesh=self.mesh, in_specs=specs, out_specs=_SPLIT, check_vma=False))
 
 
@@ -118,6 +118,6 @@ def dispatch(shape: Shape, mesh: Mesh, batches: Sequence[int], say: Callable[[st
         found["exchange_us"] = {way: round(us, 2) for way, us in alone.items()}
         found["difference"] = {way: float(f"{value:.3g}") for way, value in apart.items()}
         found |= {"rows": batch, "fastest": min(times, key=lambda way: times[way])}
-        visits = len(set((row, owner) for row, one in enumerate(ids) for owner in one // (layer.slots // ranks)))
+        visits = len({(row, owner) for row, one in enumerate(ids) for owner in one // (layer.slots // ranks)})
         found["ranks_a_row"] = rounded([visits / len(ids)])[0]
         yield found

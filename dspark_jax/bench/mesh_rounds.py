@@ -6,7 +6,9 @@ between them.
 """
 
 import math
+import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ from dspark_jax.bench.device_profile import DeviceProfile, profiled_each
 from dspark_jax.bench.mesh_common import Shape, median_us, random_leaves
 from dspark_jax.bench.round_programs import CALLS, PROFILED, REPEATS, SETTLING, first_line
 from dspark_jax.bench.synthetic import SyntheticRing, shapes_of
+from dspark_jax.config import TargetConfig
 from dspark_jax.models.dispatch import gathered
 from dspark_jax.parallel.mesh import EXPERT, PIPE
 from dspark_jax.parallel.planner import StagePlan, given_stages, plan_stages
@@ -116,18 +119,32 @@ class Rounds:
         for timer in self.timers.values():
             timer.params = {}
 
+    def compile(self, say: Say) -> list[int]:
+        """All programs side by side; returns the requests of those that could be compiled."""
+
+        def compiled(requests: int) -> bool:
+            try:
+                say(f"{_requests(requests)}: compiled in {self.timers[requests].compile():.1f} s")
+            except jax.errors.JaxRuntimeError as error:
+                say(f"{_requests(requests)}: cannot be compiled: {first_line(error)[:300]}")
+                return False
+            return True
+
+        with ThreadPoolExecutor(min(len(self.requests), os.cpu_count() or 1)) as pool:
+            sound = list(pool.map(compiled, self.requests))
+        return [n for n, good in zip(self.requests, sound, strict=True) if good]
+
     def time(self, requests: int, say: Say) -> Timed | None:
-        """Compiles and times; None, with the reason said, where the devices are too small."""
+        """After `compile`; None, with the reason said, where the devices are too small."""
         timer = self.timers[requests]
         try:
-            say(f"{requests} requests: compiled in {timer.compile():.1f} s")
             if self.params is None:
                 self.place()
             assert self.params is not None
             timer.params = {key: self.params[key] for key in timer.params}
             return self._time(timer, requests)
         except jax.errors.JaxRuntimeError as error:
-            say(f"{requests} requests: not measured: {first_line(error)[:300]}")
+            say(f"{_requests(requests)}: not measured: {first_line(error)[:300]}")
             return None
         finally:
             timer.free()
@@ -151,11 +168,16 @@ class Rounds:
         profile = profiled_each(lambda: timer.timed(PROFILED), PROFILED * timer.ticks)
         held = sum(x.nbytes for x in jax.tree.leaves((timer.params, timer.state))) // self.mesh.size + timer.temporaries
         alone = collectives_us(timer.ring)
-        return Timed(requests, 1e6 * float(np.median(seconds)), count.sum() / len(counts) / self.rounds, alone, profile, held)
+        tokens_a_round = float(count.sum()) / len(counts) / self.rounds
+        return Timed(requests, 1e6 * float(np.median(seconds)), tokens_a_round, alone, profile, held)
 
     def floor_us(self, requests: int, rate: float) -> float:
         """Microseconds of a round's reading alone, at `rate` bytes/s on every device."""
         return 1e6 * self.pipe * self.predicted(requests, reading(rate)).tick_seconds
+
+
+def _requests(count: int) -> str:
+    return f"{count} request{'s' * (count != 1)}"
 
 
 def reading(rate: float) -> CostModel:
@@ -170,6 +192,7 @@ def collectives_us(ring: Ring) -> float:
     if ring.mesh.size == 1:
         return 0.0
     spec, c = ring.spec, ring.spec.config
+    assert isinstance(c, TargetConfig)
     rows, drafted = ring.local_slots * (ring.gamma + 1), ring.local_slots * ring.gamma
     hops = [(i, (i + 1) % ring.pipe) for i in range(ring.pipe)]
 

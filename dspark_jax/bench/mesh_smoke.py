@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -56,9 +56,7 @@ def smoke(pipe: int, expert: int) -> None:
 def check(meshes: Sequence[str], limit: float) -> dict[str, float | str]:
     """For every mesh the seconds it took, compilation included, or what went wrong. `limit`: seconds of a mesh."""
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    process = subprocess.Popen(
-        command(meshes), env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    process = subprocess.Popen(command(meshes), env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         said = process.communicate(timeout=limit * len(meshes))[0]
         hung = False
@@ -80,19 +78,30 @@ def check(meshes: Sequence[str], limit: float) -> dict[str, float | str]:
     return found
 
 
+@cache
+def devices() -> tuple[int, str]:
+    """How many JAX finds and their platform, asked in another process; (0, "") if it finds none."""
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run(command(()), env=environment, text=True, capture_output=True, check=False)
+    words = done.stdout.split()
+    return (int(words[1]), words[2]) if words[:1] == ["devices"] else (0, "")
+
+
 def command(meshes: Sequence[str]) -> list[str]:
     """Of the process that `check` starts."""
     return [sys.executable, "-m", "dspark_jax.bench.mesh_smoke", *meshes]
 
 
 def main(meshes: Sequence[str]) -> int:
-    """A line for every mesh; 1 if a value is wrong."""
+    """A line for every mesh, or with the number of devices; 1 if a value is wrong."""
     wrong = 0
+    if not meshes:
+        print("devices", len(jax.devices()), jax.devices()[0].platform)
     for text in meshes:
         shape, begin = load_mesh(text), time.perf_counter()
         try:
             smoke(shape.pipe, shape.expert)
-            said = f"ok {time.perf_counter() - begin:.1f} s"
+            said = f"ok {time.perf_counter() - begin:.3f} s"
         except (RuntimeError, ValueError) as error:
             said, wrong = " ".join(str(error).split()), 1
         print(f"smoke {text} {said}", flush=True)
