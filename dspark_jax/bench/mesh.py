@@ -22,7 +22,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +227,11 @@ def _impossible(model: Any, mesh: Any, alone: bool = False) -> str:
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m dspark_jax.bench.mesh") -> int:
     """Exit code 2 on bad input, 1 if a check has failed."""
-    args = _parser(prog).parse_args(argv)
+    parser = _parser(prog)
+    args = parser.parse_args(argv)
+    if args.tiny:  # other defaults: what is given counts
+        parser.set_defaults(**_TINY)
+        args = parser.parse_args(argv)
     try:
         settings = _settings(args)
         check_out(args.out)
@@ -270,7 +274,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 _TINY: dict[str, Any] = {
-    "model": "nano", "layers": 5, "weights": "dense", "context": 16, "rows": (1, 8), "dispatch_rows": (2, 8), "prompts": 2,
+    "model": "nano", "layers": 5, "weights": "dense", "context": 16, "rows": "1,8", "dispatch_rows": "2,8", "prompts": 2,
     "tokens": 8,
 }  # fmt: skip
 _VARIANTS = {"float32": "float32", "scheduler": "float32, scheduler", "replicas": "float32, replicas", "bfloat16": "bfloat16"}
@@ -307,8 +311,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     raise_all(ConfigError, "bench mesh", faults)
     names = ("model", "layers", "weights", "dtype", "context", "acceptance", "recorded", "statistics", "shipped", "prompts")
     found |= {name: getattr(args, name) for name in (*names, "tokens", "processes", "limit")}
-    settings = Settings(meshes=tuple(_meshes(args, found["parts"])), **found)
-    return replace(settings, **_TINY) if args.tiny else settings
+    return Settings(meshes=tuple(_meshes(args, found["parts"])), **found)
 
 
 def _meshes(args: argparse.Namespace, parts: Sequence[str]) -> list[MeshConfig]:

@@ -68,10 +68,9 @@ def check(meshes: Sequence[str], limit: float) -> dict[str, float | str]:
         words = line.split(maxsplit=2)
         if len(words) == 3 and words[0] == "smoke" and words[1] in meshes:
             found[words[1]] = float(words[2][3:-2]) if words[2].startswith("ok ") else words[2]
-    for mesh in (m for m in meshes if m not in found):
+    for i, mesh in enumerate([m for m in meshes if m not in found]):
         if hung:
-            first = mesh == next(m for m in meshes if m not in found)
-            found[mesh] = f"hangs: no end after {limit * len(meshes):.0f} s; {REMEDY}" if first else "not reached"
+            found[mesh] = "not reached" if i else f"hangs: no end after {limit * len(meshes):.0f} s; {REMEDY}"
         else:
             last = (said.strip().splitlines() or ["without a word"])[-1]
             found[mesh] = f"ended with exit code {process.returncode}: {last[:300]}"
