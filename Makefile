@@ -40,13 +40,14 @@ ORACLE_SCRIPTS := $(addprefix $(ORACLES)/,v4_oracle.py tiny_v4.py make_goldens.p
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed-$(call key,docs/requirements.txt,)
 
-.PHONY: help venv demo test test-long test-gpu notebooks docs lint format oracles oracle-files clean
+.PHONY: help venv demo test test-long test-gpu test-gpus notebooks docs lint format oracles oracle-files clean
 
 help:
 	@echo "make demo       one prompt through the shipped model, speculative and plain decoding side by side"
 	@echo "make test       the test suite"
 	@echo "make test-long  the cases with large samples and many steps, and the live oracles"
 	@echo "make test-gpu   the kernels' tests on an NVIDIA GPU (EXTRAS=dev,cuda12)"
+	@echo "make test-gpus  the mesh on two NVIDIA GPUs or more: smoke, equal tokens, one process a GPU"
 	@echo "make notebooks  every notebook from top to bottom"
 	@echo "make docs       the pages and the API reference as HTML, in an environment of their own"
 	@echo "make lint       ruff and pyright"
@@ -76,6 +77,16 @@ test-gpu: $(VENV_STAMP)
 	echo "make test-gpu: JAX finds no NVIDIA GPU here. On a machine with one: make test-gpu EXTRAS=dev,cuda12 (or dev,cuda13)" >&2; \
 	exit 2; }
 	JAX_PLATFORMS=cuda,cpu $(PY) -m pytest -q -m "not oracle and not notebook" tests/kernels/test_*_lowerings.py tests/drafters/test_draw_kernel.py $(ARGS)
+
+# NVLink multicast off: the first remedy of a hang (docs/pipeline.md).
+test-gpus: export NCCL_NVLS_ENABLE ?= 0
+test-gpus: $(VENV_STAMP)
+	@JAX_PLATFORMS=cuda $(PY) -c "import jax; assert len(jax.devices()) > 1" 2>/dev/null || { \
+	echo "make test-gpus: JAX finds fewer than two NVIDIA GPUs here. On a machine with several: make test-gpus EXTRAS=dev,cuda12 (or" \
+	"dev,cuda13); for one GPU there is make test-gpu" >&2; \
+	exit 2; }
+	JAX_PLATFORMS=cuda $(PY) -m dspark_jax.cli bench mesh --parts smoke,equality --processes
+	JAX_PLATFORMS=cuda,cpu $(PY) -m pytest -q -m "" -k b1_a_mesh_gives tests/serve/test_engine.py $(ARGS)
 
 notebooks: $(VENV_STAMP)
 	$(PYTEST) --dist load -m notebook tests/notebooks $(ARGS)

@@ -124,7 +124,9 @@ class _Group:
                 _say(f"process 0 has ended, and others have not after {_LAST:.0f} s; they are ended")
                 return 1
             if code:
-                if index > 0:
+                if code < 0:
+                    _say(f"process {index} was killed by {_signal(-code)}; the others are ended")
+                elif index > 0:  # process 0 has said itself why
                     _say(f"process {index} has failed with exit code {code}; the others are ended")
                 return code if code > 0 else 128 - code
             limit = _LAST if index == 0 else limit
@@ -156,6 +158,13 @@ class _Group:
             if not text.startswith("[Gloo]") and self.failed in (None, index):
                 sys.stderr.write(f"[{index}] {text}")
                 sys.stderr.flush()
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have no name
+        return f"signal {number}"
 
 
 def _say(message: str) -> None:

@@ -27,8 +27,8 @@ CLI = typer.main.get_command(app)
 PLACEHOLDER = "2"  # a number and a word
 # They time a device, or want the memory of one.
 GPU = re.compile(
-    r"dspark-jax bench (kernels|round)|dspark_kernels\.\w+\.bench|bench\.(stage_times|schedule_step)|--shape v4-flash|test-gpu"
-    r"|JAX_PLATFORMS=cuda"
+    r"dspark-jax bench (kernels|round|mesh)|dspark_kernels\.\w+\.bench|bench\.(stage_times|schedule_step)|--shape v4-flash"
+    r"|test-gpu|JAX_PLATFORMS=cuda"
 )
 
 
@@ -114,8 +114,8 @@ def cli_faults(arguments: list[str], whole: bool) -> Iterator[str]:
         command, arguments = group[arguments[0]], arguments[1:]
     if hasattr(command, "commands"):
         return
-    if command.name == "load":
-        yield from module_faults("dspark_jax.bench.load", arguments)
+    if command.name in ("load", "mesh"):
+        yield from module_faults(f"dspark_jax.bench.{command.name}", arguments)
         return
     try:
         command.make_context(command.name, list(arguments))
@@ -174,6 +174,7 @@ def test_commands_for_a_gpu_say_so(page):
         ("dspark-jax bench server --rate 2", "there is no command server"),
         ("dspark-jax launch --processes 2 -- generate --prompt", "--prompt"),
         ("dspark-jax bench load --concurency 4", "does not take --concurency 4"),
+        ("dspark-jax bench mesh --part smoke --mesh 2x1 --devices 4", "does not take"),
         ("python -m dspark_jax.bench.stage_times --request 4 --nofit", "does not take"),
         ("dspark-jax evaluate --prompts tests/data/none.jsonl", "there is no tests/data/none.jsonl"),
         ("make tests ARGS=-x", "no target tests"),

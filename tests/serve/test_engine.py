@@ -57,6 +57,8 @@ def test_the_requests_try_everything():
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda m: f"{m[0]}x{m[1]}")
 def test_b1_a_mesh_gives_the_tokens_of_one_device(mesh):
     """Greedy and sampled, ragged, with more requests than slots."""
+    if mesh[0] * mesh[1] > len(jax.devices()):  # `make test-gpus`, on as many as there are
+        pytest.skip(f"needs {mesh[0] * mesh[1]} devices")
     e = engine(*mesh)
     assert e.slots < len(requests())
     assert answers(e) == solo()

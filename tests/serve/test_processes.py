@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -107,6 +108,43 @@ def test_a_failing_process_ends_the_launch_with_its_exit_code(tmp_path, process)
     assert done.returncode == 7
     assert done.stdout == "process 0 of 2\n" and "[1] process 1 of 2" in done.stderr
     assert ("process 1 has failed with exit code 7; the others are ended" in done.stderr) == (process == 1)
+
+
+KILLED = FAILING.replace("sys.exit(7)", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+ONE_RANK = """
+import time
+from dspark_jax.parallel.distributed import initialize
+initialize()
+import jax
+from dspark_jax import Engine
+from dspark_jax.parallel.mesh import make_mesh
+index = jax.process_index()
+slots = 3 if index else 4  # 3 are no multiple of the expert ranks
+engine = Engine("nano", mesh=make_mesh(1, 2), slots=slots)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_killed_process_ends_the_others_and_is_named(tmp_path, process):
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    begin = time.monotonic()
+    done = launch("--processes", "2", "--", str(script), str(process), timeout=60)
+    assert done.returncode == 128 + 9 and time.monotonic() - begin < 30
+    assert f"process {process} was killed by SIGKILL; the others are ended" in done.stderr
+
+
+@pytest.mark.long
+def test_a_fault_of_one_process_ends_all_of_them(tmp_path):
+    """The other one finds none in its arguments, and would run for ten minutes."""
+    script = tmp_path / "one_rank.py"
+    script.write_text(ONE_RANK)
+    begin = time.monotonic()
+    done = launch("--processes", "2", "--mesh", "1x2", "--emulate-devices", "1", "--", str(script), timeout=60)
+    assert done.returncode == 1 and time.monotonic() - begin < 30
+    assert "slots is 3; expected a positive multiple of pipe × expert = 2" in done.stderr
+    assert "process 1 has failed with exit code 1; the others are ended" in done.stderr
 
 
 REFUSED = """
