@@ -1,6 +1,7 @@
 """Chat templates: messages to the ids of a prompt, by the Jinja text that comes with a model."""
 
 import copy
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,21 +46,11 @@ class ChatTemplate:
         raise_all(RequestError, "messages", self._faults(messages))
         try:
             import jinja2
-            import jinja2.sandbox
         except ImportError:
             raise CheckpointError("a chat template needs the package jinja2: pip install 'dspark-jax[chat]'") from None
-
-        def refuse(reason: str) -> None:
-            raise jinja2.TemplateError(reason)
-
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = refuse
-        environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
         values = {"add_generation_prompt": True, **self.names, **options, "messages": [dict(m) for m in messages]}
         try:
-            return environment.from_string(self.source).render(values)
+            return _template(self.source).render(values)
         except (jinja2.TemplateError, TypeError) as error:
             raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
 
@@ -77,6 +68,23 @@ class ChatTemplate:
             if spelt:
                 faults.append(f"messages[{i}] spells the control token {spelt[0]!r}; remove it")
         return faults
+
+
+@functools.lru_cache(maxsize=16)
+def _template(source: str) -> Any:
+    """The compiled template: compiling one takes longer than a conversation's rendering."""
+    import jinja2
+    import jinja2.sandbox
+
+    def refuse(reason: str) -> None:
+        raise jinja2.TemplateError(reason)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = refuse
+    environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
+    return environment.from_string(source)
 
 
 def read_chat(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:

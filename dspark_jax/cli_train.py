@@ -23,7 +23,8 @@ def train(
         Path | None, typer.Option(help='JSONL file with a "prompt" on each line; by default the model makes them up.')
     ] = None,
     openings: Annotated[
-        Path | None, typer.Option(help="JSON list of texts, with which made-up prompts begin in turn; they steer what about.")
+        Path | None,
+        typer.Option(help="JSON list of texts with which made-up prompts begin, in turn; with --prompts half are made up."),
     ] = None,
     head: Annotated[str, typer.Option(help="Sequential head: vanilla, gated, rnn, or none (DFlash).")] = "vanilla",
     block_size: Annotated[int, typer.Option(help="Drafts of a round.")] = 7,
@@ -62,22 +63,23 @@ def train(
         block_size=block_size, layers=layers, taps=tuple(_numbers("--taps", taps, int)), head=_HEADS[head],  # type: ignore[arg-type]
         markov_rank=markov_rank, mask_token_id=mask_token, conversations=conversations, prompt_tokens=prompt_tokens,
         answer_tokens=answer_tokens, temperatures=tuple(_numbers("--temperatures", temperatures, float)), steps=steps,
-        batch=batch, anchors=anchors, peak=learning_rate, slots=slots, seed=seed, openings=_openings(openings, prompts),
+        batch=batch, anchors=anchors, peak=learning_rate, slots=slots, seed=seed, openings=_openings(openings),
         intermediate=intermediate,
     )  # fmt: skip
     words = None if prompts is None else [p.prompt for p in read_prompts(prompts)]
     chosen = chosen_mesh(mesh, emulate_devices)[1]
-    if not train_drafter(model, out, work, recipe, prompts=words, mesh=chosen, seconds=seconds, report=_say):
+    invent = openings is not None
+    if not train_drafter(
+        model, out, work, recipe, prompts=words, invent=invent, mesh=chosen, seconds=seconds, report=_say
+    ):
         print(f"time is up; the same command goes on from {work}", file=sys.stderr)
         raise typer.Exit(3)
     print(json.dumps({"out": str(out), "bytes": sum(file.stat().st_size for file in out.iterdir())}))
 
 
-def _openings(path: Path | None, prompts: Path | None) -> tuple[str, ...]:
+def _openings(path: Path | None) -> tuple[str, ...]:
     if path is None:
         return ("",)
-    if prompts is not None:
-        raise ConfigError("--openings is for prompts that the model makes up; leave it or --prompts out")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

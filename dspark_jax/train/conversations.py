@@ -11,7 +11,7 @@ from flax import nnx
 
 from dspark_jax.errors import ConfigError, raise_all
 from dspark_jax.train.regenerate import temperatures
-from dspark_jax.train.rollout import Prompts, Rollout
+from dspark_jax.train.rollout import Continuations, Prompts, Rollout
 
 _PATIENCE = 1000  # prompts in a row that are too long
 _BARREN = 4  # batches in a row without an answer
@@ -56,6 +56,8 @@ def answers(
 ) -> Conversations:
     """At most `wanted` conversations, in batches of one compiled program; those with an answer of one token are left out.
 
+    The host makes a batch's prompts while the device works on the batch in front of it.
+
     Args:
       rollout: of the target; prompts longer than its `prompt` are left out.
       states: the target's parameters, as `rollout` takes them.
@@ -67,33 +69,53 @@ def answers(
     Raises ConfigError where no prompt, or none of so many in a row, is short enough.
     """
     found: list[Conversations] = []
-    total = index = left_out = too_long = barren = 0
-    while total < wanted and barren < _BARREN:
-        batch = []
-        while len(batch) < rollout.slots and (prompt := next(prompts, None)) is not None:
-            if 0 < len(prompt) <= rollout.prompt:
-                batch.append(prompt)
-                too_long = 0
-                continue
-            left_out += 1
-            too_long += 1
-            if too_long >= _PATIENCE:  # prompts may have no end
-                break
-        if not batch:
-            break
-        token, length = np.zeros((rollout.slots, rollout.prompt), np.int32), np.ones(rollout.slots, np.int32)
-        for i, prompt in enumerate(batch):
-            token[i, : len(prompt)], length[i] = prompt, len(prompt)
-        seeds = np.random.default_rng([seed, index]).integers(0, 2**32, rollout.slots, dtype=np.uint32)
-        new = jax.device_get(rollout(states, Prompts(token, length), temperatures(rollout.slots, values), seeds))
+    left_out = 0
+
+    def batches() -> Iterator[tuple[Prompts, int]]:
+        nonlocal left_out
+        too_long = 0
+        while True:
+            batch: list[Sequence[int]] = []
+            while len(batch) < rollout.slots and (prompt := next(prompts, None)) is not None:
+                if 0 < len(prompt) <= rollout.prompt:
+                    batch.append(prompt)
+                    too_long = 0
+                    continue
+                left_out += 1
+                too_long += 1
+                if too_long >= _PATIENCE:  # prompts may have no end
+                    break
+            if not batch:
+                return
+            token, length = np.zeros((rollout.slots, rollout.prompt), np.int32), np.ones(rollout.slots, np.int32)
+            for i, prompt in enumerate(batch):
+                token[i, : len(prompt)], length[i] = prompt, len(prompt)
+            yield Prompts(token, length), len(batch)
+
+    def dispatched() -> Iterator[tuple[Prompts, int, Continuations]]:
+        waiting = None
+        for index, (batch, size) in enumerate(batches()):
+            seeds = np.random.default_rng([seed, index]).integers(0, 2**32, rollout.slots, dtype=np.uint32)
+            new = rollout(states, batch, temperatures(rollout.slots, values), seeds)
+            if waiting is not None:
+                yield waiting
+            waiting = batch, size, new
+        if waiting is not None:
+            yield waiting
+
+    total = barren = 0
+    for (token, length), size, new in dispatched():
+        count = np.asarray(new.count)
         both = np.zeros((rollout.slots, rollout.prompt + rollout.new), np.int32)
-        for i, (n, m) in enumerate(zip(length, new.count, strict=True)):
-            both[i, :n], both[i, n : n + m] = token[i, :n], new.token[i, :m]
-        kept = np.flatnonzero((np.asarray(new.count) > 1) & (np.arange(rollout.slots) < len(batch)))
-        found.append(Conversations(both[kept], length[kept], (length + new.count)[kept]))
-        total, index, barren = total + len(kept), index + 1, 0 if len(kept) else barren + 1
+        for i, (n, m, drawn) in enumerate(zip(length, count, np.asarray(new.token), strict=True)):
+            both[i, :n], both[i, n : n + m] = token[i, :n], drawn[:m]
+        kept = np.flatnonzero((count > 1) & (np.arange(rollout.slots) < size))
+        found.append(Conversations(both[kept], length[kept], length[kept] + count[kept]))
+        total, barren = total + len(kept), 0 if len(kept) else barren + 1
         if report is not None:
             report({"conversations": min(total, wanted), "left_out": left_out})
+        if total >= wanted or barren >= _BARREN:
+            break
     if not total:
         raise ConfigError(
             f"training data: no prompt of at most {rollout.prompt} tokens has an answer, and {left_out} are longer; allow"

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,7 @@ def train_drafter(
     recipe: DrafterRecipe,
     *,
     prompts: Sequence[str] | None = None,
+    invent: bool = False,
     mesh: Mesh | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     seconds: float | None = None,
@@ -180,6 +182,7 @@ def train_drafter(
       work: conversations, checkpoints and logs.
       recipe: what is trained.
       prompts: users' words; None: the target makes them up itself, from the opening of a user's turn.
+      invent: beside `prompts`, every second conversation has a prompt that the target makes up.
       mesh: the conversations of a step are split over all its devices.
       dtype: of the target and of activations; the drafter's parameters are float32 while it is trained.
       report: gets records of progress.
@@ -194,8 +197,10 @@ def train_drafter(
     target = Target.read(model, (), mesh, dtype)
     draft = recipe.drafter(target.config)
     target.model.taps = draft.target_layer_ids
-    _check(target.config, recipe, out, work, prompts)
+    _check(target.config, recipe, out, work, prompts, invent)
     written = hashlib.sha256(json.dumps(prompts).encode()).hexdigest() if prompts is not None else ""
+    if prompts is not None and invent:
+        written += " and invented ones"
     settings = {"model": Path(model).name, "dtype": jnp.dtype(dtype).name, "prompts": written}
     progress = Progress(work, {**settings, **{k: _plain(v) for k, v in asdict(recipe).items()}})
     began = time.monotonic()
@@ -203,7 +208,7 @@ def train_drafter(
     def late() -> bool:
         return seconds is not None and time.monotonic() - began > seconds
 
-    data = _conversations(target, recipe, work, prompts, progress, report)
+    data = _conversations(target, recipe, work, prompts, invent, progress, report)
     progress.note(conversations=len(data.token), tokens=int((data.count - data.prompt).sum()))
     steps = recipe.steps
     optimizer, _ = make_optimizer(OptimizerConfig(recipe.peak, steps, min(200, steps // 4), weight_decay=0.0))
@@ -229,14 +234,16 @@ def train_drafter(
     return True
 
 
-def _check(target: DenseConfig, recipe: DrafterRecipe, out: Path, work: Path, prompts: Sequence[str] | None) -> None:
+def _check(
+    target: DenseConfig, recipe: DrafterRecipe, out: Path, work: Path, prompts: Sequence[str] | None, invent: bool
+) -> None:
     """Raises ConfigError for what would otherwise be found after hours."""
     faults, limit = [], target.max_position_embeddings
     if (tokens := recipe.prompt_tokens + recipe.answer_tokens) > limit:
         faults.append(f"prompt_tokens and answer_tokens are {tokens} together; expected at most the target's {limit} positions")
     if recipe.layers > target.num_hidden_layers:
         faults.append(f"layers is {recipe.layers}; expected at most the target's {target.num_hidden_layers}")
-    count = recipe.conversations if prompts is None else min(recipe.conversations, len(prompts))
+    count = recipe.conversations if prompts is None else min(recipe.conversations, len(prompts) * (1 + invent))
     if count < recipe.batch:
         faults.append(f"batch is {recipe.batch}, and there can be {count} conversations; expected at most as many")
     for name, folder in (("out", out), ("work", work)):
@@ -256,6 +263,7 @@ def _conversations(
     recipe: DrafterRecipe,
     work: Path,
     prompts: Sequence[str] | None,
+    invent: bool,
     progress: Progress,
     report: Callable[[dict[str, Any]], None],
 ) -> Conversations:
@@ -265,15 +273,21 @@ def _conversations(
         return Conversations.read(path)
     graph, states = nnx.split(target.model)
     rollout = Rollout(graph, recipe.slots, recipe.prompt_tokens, recipe.answer_tokens, target.config.eos_token_ids)
-    words = iter(prompts) if prompts is not None else _questions(target, recipe)
     began = time.monotonic()
     data = answers(
-        rollout, (states,), map(target.prompt, words), values=recipe.temperatures, seed=recipe.seed,
-        wanted=recipe.conversations, report=report,
+        rollout, (states,), map(target.prompt, _words(target, recipe, prompts, invent)), values=recipe.temperatures,
+        seed=recipe.seed, wanted=recipe.conversations, report=report,
     )  # fmt: skip
     data.save(path)
     progress.note(writing_seconds=round(time.monotonic() - began, 1))
     return data
+
+
+def _words(target: Target, recipe: DrafterRecipe, prompts: Sequence[str] | None, invent: bool) -> Iterator[str]:
+    """What users say: `prompts`, what the target makes up, or both in turn as long as there are prompts."""
+    if prompts is None:
+        return _questions(target, recipe)
+    return chain.from_iterable(zip(prompts, _questions(target, recipe), strict=False)) if invent else iter(prompts)
 
 
 def _questions(target: Target, recipe: DrafterRecipe) -> Iterator[str]:
@@ -313,9 +327,11 @@ def _questions(target: Target, recipe: DrafterRecipe) -> Iterator[str]:
 
 
 def _prompts_of(recipe: DrafterRecipe, record: dict[str, Any]) -> str:
-    if record["settings"]["prompts"]:
+    given = record["settings"]["prompts"]
+    if given and " " not in given:
         return "given prompts"
-    return "prompts that it made up" + (f", begun in turn by {json.dumps(recipe.openings)}" if any(recipe.openings) else "")
+    begun = f", begun in turn by {json.dumps(recipe.openings)}" if any(recipe.openings) else ""
+    return ("given prompts, in turn with " if given else "") + "prompts that it made up" + begun
 
 
 def _card(draft: StandaloneConfig, recipe: DrafterRecipe, record: dict[str, Any]) -> str:

@@ -183,6 +183,10 @@ def test_prompts_that_are_made_up_begin_with_the_openings_in_turn(target: Path, 
     recipe = replace(RECIPE, openings=("", "how", "what is"))
     words = list(islice(separate._questions(model, recipe), 8))
     assert words == ["z", "how z", "what is z", "z"] * 2
+    both = list(separate._words(model, recipe, ["one", "two", "three"], True))
+    assert both == ["one", "z", "two", "how z", "three", "what is z"]
+    assert list(separate._words(model, recipe, ["one", "two"], False)) == ["one", "two"]
+    read = read[:8]
     assert read == [tokenizer.decode(tokenizer.encode("<" + opening).ids) for opening in ("", "how", "what is", "")] * 2
 
 
