@@ -9,7 +9,7 @@ import typer
 
 from dspark_jax.cli_devices import EmulateOption, MeshOption, WeightsOption, chosen_mesh
 from dspark_jax.cli_guard import guarded
-from dspark_jax.cli_loading import loading
+from dspark_jax.cli_loading import ChatOption, DrafterOption, DraftTokensOption, ModelOption, conversation, loading
 from dspark_jax.errors import ConfigError, RequestError
 from dspark_jax.parallel.distributed import requested
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 @guarded
 def calibrate(
     prompts: Annotated[Path, typer.Option(help='JSONL file: on each line an object with "prompt" and maybe "kind".')],
-    model: Annotated[str, typer.Option(help="A shipped model's name, or a checkpoint folder.")] = "nano",
+    model: ModelOption = "nano",
+    drafter: DrafterOption = None,
+    draft_tokens: DraftTokensOption = None,
+    chat: ChatOption = False,
     kind: Annotated[str | None, typer.Option(help="Only the prompts of this kind.")] = None,
     samples: Annotated[int, typer.Option(help="How often to decode every prompt.")] = 1,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate for a prompt.")] = 40,
@@ -65,13 +68,15 @@ def calibrate(
         check_plot(plot)
     if requested():
         raise ConfigError("calibrate works in one process; run it without `dspark-jax launch`")
-    lm = generator(model, *chosen_mesh(mesh, emulate_devices), weights=weights, slots=batch)
+    shape = chosen_mesh(mesh, emulate_devices)
+    lm = generator(model, *shape, weights=weights, slots=batch, drafter=drafter, draft_tokens=draft_tokens)
     if isinstance(lm, EngineRunner):
         with loading():
             lm.open([True])
+    given = [conversation(lm, p.prompt) if chat else p.prompt for p in chosen]
     display = Display()
     with display.waiting("decoding"):
-        recording = record.record(lm, [p.prompt for p in chosen], params, samples=samples, batch=batch)
+        recording = record.record(lm, given, params, samples=samples, batch=batch)
         if recorded is not None:
             write_rounds(recorded, recording.rounds)
         found = record.calibrate(lm, recording, prompts.name)
@@ -83,7 +88,8 @@ def calibrate(
         plot_reliability(found.before, found.after).savefig(plot)
     if as_json:
         settings = {"model": model, "prompts": len(chosen), "samples": samples, "max_tokens": max_tokens, "seed": seed}
-        settings |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        settings |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "chat": chat}
+        settings |= {"drafter": lm.draft_config and lm.draft_config.summary}
         print(json.dumps({**settings, **found.as_dict()}))
     else:
         _show(display, found, out)

@@ -51,12 +51,14 @@ def record(
     The seed rises by 1 from request to request: all prompts with the first sample, then all with the next. On several
     pipeline ranks `lm` is a `cli_engine.EngineRunner`, whose slots decide how many run side by side.
 
-    Raises RequestError as `generate` does, for a model without a drafter, and where no round was recorded.
+    Raises RequestError as `generate` does, for a model without a drafter, and where no round was recorded; ConfigError for a
+    drafter without confidences.
     """
     if lm.draft_config is None:
         raise RequestError("the model has no drafter, so there is no confidence to record; choose one with mtp.* stages")
     bad = [f"{name} is {n}; expected at least 1" for name, n in (("samples", samples), ("batch", batch)) if n < 1]
     raise_all(RequestError, "recording", bad)
+    _digest(lm)  # a drafter without confidences is found out before the decoding
     params = params or SamplingParams(temperature=1.0)
     each = [replace(params, seed=(params.seed + i) % 2**32) for i in range(len(prompts) * samples)]
     reader = lm._reader if isinstance(lm, LM) else lm.engine(True)._reader
@@ -172,9 +174,13 @@ def calibrate(lm: Generator, recording: Recording, dataset: str) -> Calibrated:
         auc_before=before.auc,
         auc=after.auc,
         ece_floor=ece_floor(judged, temperatures),
-        model=head_digest(lm._params if isinstance(lm, LM) else _last_rank(lm.engine(True))),
+        model=_digest(lm),
     )
     return Calibrated(calibration, before, after, len(judged))
+
+
+def _digest(lm: Generator) -> str:
+    return head_digest(lm._params if isinstance(lm, LM) else _last_rank(lm.engine(True)))
 
 
 def _last_rank(engine: Engine) -> dict[str, jax.Array]:

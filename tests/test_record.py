@@ -1,16 +1,21 @@
 """Recording of confidences from real decoding, and `dspark-jax calibrate`."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from dspark_jax import LM, RequestError, SamplingParams, cli
+from dspark_jax.chat import ChatTemplate
+from dspark_jax.checkpoint.drafter import open_drafter
+from dspark_jax.checkpoint.reader import open_checkpoint
 from dspark_jax.config import DraftConfig
 from dspark_jax.decode.calibrate import Rounds
 from dspark_jax.decode.calibration_file import head_digest, read_calibration
@@ -18,7 +23,9 @@ from dspark_jax.decode.rounds_file import read_rounds
 from dspark_jax.record import Recording, calibrate, record
 from dspark_jax.testing import DummyTokenizer, LookupDrafter, LookupTarget
 from dspark_jax.trace import trace_rounds
+from helpers.dense import letters
 from helpers.lookup_lm import EOS, LETTERS, alphabet, lookup_config, lookup_lm
+from helpers.standalone import TARGET
 
 VOCAB, GAMMA = 16, 3
 TEMPERATURES = np.float32([2.0, 0.5, 1.0])
@@ -167,3 +174,38 @@ def test_bad_input_ends_in_one_line(run, arguments, message):
     code, printed, err = run(*arguments)
     assert code == 2 and printed == "" and "Traceback" not in err
     assert any(part in err for part in message.split("|")), err
+
+
+def test_a_separate_drafter_is_calibrated_in_the_chat_template(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+):
+    """DeepSpec's tiny pair: the file belongs to that drafter's confidence head; a drafter without one is refused beforehand."""
+    target = Path(shutil.copytree(TARGET, tmp_path / "target"))
+    letters().save(str(target / "tokenizer.json"))
+    (target / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "sts.json"
+    prompts.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("ab", "abc", "what is", "0123")))
+    seen: list[str] = []
+    encode = ChatTemplate.encode
+
+    def watched(self, messages):
+        seen.append(messages[0]["content"])
+        return encode(self, messages)
+
+    monkeypatch.setattr(ChatTemplate, "encode", watched)
+
+    def go(drafter: Path) -> tuple[int, str, str]:
+        names = ["--target", str(target), "--drafter", str(drafter), "--chat", "--prompts", str(prompts)]
+        words = ["--max-tokens", "60", "--samples", "5", "--batch", "20", "--json", "--out", str(out)]
+        monkeypatch.setattr(sys, "argv", ["dspark-jax", "calibrate", *names, *words])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return stop.value.code or 0, *capsys.readouterr()
+
+    code, printed, err = go(TARGET.parent / "drafter-vanilla")
+    assert code == 0, err
+    assert seen == ["ab", "abc", "what is", "0123"] and "DSpark" in json.loads(printed)["drafter"]
+    pair = open_drafter(open_checkpoint(target, dtype="float32"), TARGET.parent / "drafter-vanilla", dtype="float32")
+    read_calibration(out).check(pair.draft.block_size, head_digest(jax.tree.map(np.asarray, pair.params)))
+    code, printed, err = go(target)  # a draft model
+    assert code == 2 and printed == "" and "has no confidence head" in err

@@ -75,7 +75,10 @@ def head_digest(params: nnx.State | Mapping[str, jax.Array]) -> str:
             digest.update(np.asarray(leaf, np.float32).tobytes())
             leaves += 1
     if not leaves:
-        raise ConfigError("the model has no confidence head, so there is nothing to calibrate; choose one with mtp.* stages")
+        raise ConfigError(
+            "the model has no confidence head, so there is nothing to calibrate; choose one with mtp.* stages, or a DSpark"
+            " drafter that has one"
+        )
     return digest.hexdigest()
 
 
