@@ -73,13 +73,19 @@ def down(
     return _products(hidden, tiles, [w2], lambda position, _: position, lambda _, entry: entry, **options)[0]
 
 
-def _columns(x: Float[Array, "B d"], fp4: bool, interpret: bool) -> Float[Array, "B d"]:
-    """x in fp16, a step's inputs (half, c, row of codes, nibble) in the order (c, half, nibble, row): by lanes."""
+def columns(x: Float[Array, "B d"], fp4: bool, interpret: bool, wide: bool = False) -> Float[Array, "B d"]:
+    """x as a product's operand, a step's inputs (half, c, row of codes, nibble) in the order (c, half, nibble, row): by lanes."""
     if fp4:
         x = x.reshape(x.shape[0], -1, 2, C, 2, 2).transpose(0, 1, 3, 2, 5, 4).reshape(x.shape)
     else:
         x = x.reshape(x.shape[0], -1, 2, C, 4).swapaxes(2, 3).reshape(x.shape)
-    return x.astype(jnp.float32 if interpret else jnp.float16)
+    return _operand(x, wide, interpret)
+
+
+def _operand(x: Float[Array, "..."], wide: bool, interpret: bool) -> Float[Array, "..."]:
+    """In fp16; `wide`, in bf16 for codes that are a power of two too small (`decode`)."""
+    x = x * jnp.asarray(decode.SHIFT, x.dtype) if wide else x
+    return x.astype(jnp.float32 if interpret else jnp.bfloat16 if wide else jnp.float16)
 
 
 def _products(
@@ -111,7 +117,7 @@ def _products(
             rows = read(position, plt.load(order_ref.at[position]))
             matrices = [BlockScaled(*refs[i : i + 2]) for i in range(0, 2 * len(weights), 2)]
             program = (expert_ref[tile], column, part * passes, passes, blocks, interpret)
-            sums = _sums(x_ref, rows, row < count, matrices, *program)
+            sums = products_of(x_ref, rows, row < count, matrices, *program)
             # Interpreted, a masked store writes the old value, so places to write must differ.
             entry = plt.load(order_ref.at[first + row], mask=row < count, other=entries)
             place = jnp.broadcast_to(write(first + row, entry)[:, None], (block_m, n))
@@ -128,7 +134,7 @@ def _products(
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name=name,
-    )(_columns(x, fp4, interpret), *tiles, *(array for w in weights for array in w))
+    )(columns(x, fp4, interpret), *tiles, *(array for w in weights for array in w))
     return [functools.reduce(jnp.add, list(parts)) for parts in found]
 
 
@@ -136,12 +142,25 @@ def _iotas(*shape: int) -> list[Array]:
     return [jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(len(shape))]
 
 
-def _sums(
-    x_ref, rows, present, weights: list[BlockScaled], expert, column, first, passes: int, blocks: Lanes, interpret: bool
+def products_of(
+    x_ref,
+    rows,
+    present,
+    weights: list[BlockScaled],
+    expert,
+    column,
+    first,
+    passes: int,
+    blocks: Lanes,
+    interpret: bool,
+    *,
+    wide: bool = False,
+    direct: bool = False,
 ) -> list[Float32[Array, "m n"]]:
     """x[rows] @ w[expert][:, column : column + n] for each of the weights, fp32 [m, n]: `passes` passes from `first` on.
 
-    x: of `_columns`. Rows that are not `present` are not read.
+    x: of `columns`; with `direct`, which fp4 lacks, in its own order and dtype. Rows that are not `present` are not read.
+    wide: fp8 codes and rows in bf16, not fp16; the product is then to be multiplied by `decode.rest`.
     """
     fp4, load, steps = weights[0].codes.dtype == jnp.uint8, blocks.load, blocks.inputs // STEP
     near = 2 if fp4 else 4  # neighbouring rows of codes of a lane
@@ -154,6 +173,11 @@ def _sums(
     inputs, mask = c * (STEP // C) + element, jnp.broadcast_to(present[:, None, None], c.shape)
 
     def load_x(step):
+        if direct:
+            half, _, lane, near_by = _iotas(2, m, C, STEP // (2 * C))
+            at = (jnp.broadcast_to(rows[:, None, None], half.shape), step * STEP + (half * C + lane) * 4 + near_by)
+            own = plt.load(x_ref.at[at], mask=jnp.broadcast_to(present[:, None, None], half.shape), other=0.0)
+            return _operand(own, wide, interpret).transpose(0, 2, 3, 1).reshape(STEP, m)
         x = plt.load(x_ref.at[jnp.broadcast_to(rows[:, None, None], c.shape), step * STEP + inputs], mask=mask, other=0.0)
         return x.reshape(m, C, 2, 4).transpose(2, 1, 3, 0).reshape(STEP, m)
 
@@ -163,7 +187,7 @@ def _sums(
 
     def widened(codes):
         if not fp4:
-            return decode.fp8_half(codes, interpret)
+            return (decode.fp8 if wide else decode.fp8_half)(codes, interpret)
         pairs = jnp.stack(decode.fp4_half(codes, interpret), axis=-1)
         return pairs.reshape(n, 2 * C, 2, 2).swapaxes(2, 3).reshape(n, STEP)
 

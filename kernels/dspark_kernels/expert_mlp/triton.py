@@ -48,14 +48,18 @@ def _at(ref, rows, start, size: int):
 
 
 def _columns(x: Float[Array, "B d"], weight: Weight) -> Float[Array, "B d"]:
-    """x as `_product` reads it: for fp4 the even columns, then the odd ones, as the two nibbles of a byte need them."""
+    """x as `product` reads it: for fp4 the even columns, then the odd ones, as the two nibbles of a byte need them."""
     if not isinstance(weight, BlockScaled) or weight.codes.dtype != jnp.uint8:
         return x
     return jnp.concatenate([x[:, 0::2], x[:, 1::2]], axis=1)
 
 
-def _product(x_ref, rows, weights: list, expert, column, blocks: Blocks, interpret: bool) -> list[Array]:
-    """x[rows] @ w[expert][:, column : column + n] for each of the weights, fp32 [m, n]; x as of `_columns`."""
+def product(
+    x_ref, rows, weights: list, expert, column, blocks: Blocks, interpret: bool, first=0, passes: int | None = None
+) -> list[Array]:
+    """x[rows] @ w[expert][:, column : column + n] for each of the weights, fp32 [m, n]; x as of `_columns`. Of the inputs
+    `passes` times `k` from pass `first` on, by default all.
+    """
     n, k, swap = blocks.n, blocks.k, blocks.swap
     columns = pl.ds(column, n)
 
@@ -94,7 +98,8 @@ def _product(x_ref, rows, weights: list, expert, column, blocks: Blocks, interpr
     step = dense if codes is None else fp4 if codes == jnp.uint8 else fp8
     shape = (n, rows.shape[0]) if swap else (rows.shape[0], n)
     sums = [jnp.zeros(shape, jnp.float32) for _ in weights]
-    sums = jax.lax.fori_loop(0, x_ref.shape[1] // k, step, sums)
+    passes = x_ref.shape[1] // k if passes is None else passes
+    sums = jax.lax.fori_loop(first, first + passes, step, sums)
     rest = 1.0 if codes is None else decode.rest(codes, interpret)
     return [(s.T if swap else s) * rest for s in sums]
 
@@ -155,7 +160,7 @@ def gate_up(
             expert, position, target, mask = _tile(tile, (expert_ref, first_ref, rows_ref), block_m)
             entry = plt.load(order_ref.at[position])
             matrices = _paired(list(refs[:-1]), scaled)
-            sums = _product(x_ref, entry // top_k, matrices, expert, column, blocks, interpret)
+            sums = product(x_ref, entry // top_k, matrices, expert, column, blocks, interpret)
             gate, up = (s.astype(x_ref.dtype).astype(jnp.float32) for s in sums)
             hidden = swiglu(gate, up, limit) * plt.load(weights_ref.at[entry])[:, None]
             plt.store(_at(refs[-1], target, column, blocks.n), hidden.astype(x_ref.dtype), mask=mask[:, None])
@@ -179,7 +184,7 @@ def down(
         def _():
             expert, position, target, mask = _tile(tile, (expert_ref, first_ref, rows_ref), block_m)
             matrices = _paired(list(refs[:-1]), scaled)
-            [total] = _product(hidden_ref, position, matrices, expert, column, blocks, interpret)
+            [total] = product(hidden_ref, position, matrices, expert, column, blocks, interpret)
             entry = plt.load(order_ref.at[target], mask=mask, other=order_ref.shape[0])
             plt.store(_at(refs[-1], entry, column, blocks.n), total, mask=mask[:, None])
 

@@ -1,0 +1,140 @@
+"""Device time of linear maps with fp8 codes, V4-Flash's, against the read floor and the bf16 product of XLA.
+
+    python -m dspark_kernels.block_linear.bench --tokens 1,6,8,48 --out FILE.json [--only wq_a,wkv] [--tune]
+
+A program goes through enough copies of a matrix that none is still in the device's cache when its turn comes again.
+Peers: the product with bf16 weights (a single row beside seven rows of zeros), and with codes that XLA widens.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_kernels.block_linear import reference, triton
+from dspark_kernels.block_linear.triton import Plan, plan
+from dspark_kernels.block_scaled import BlockScaled, widened
+from dspark_kernels.expert_mlp.few_rows import Lanes
+from dspark_kernels.expert_mlp.triton import Blocks
+from dspark_kernels.formats import block_shapes
+from dspark_kernels.precision import einsum
+from dspark_kernels.timing import Program, Records, times_us, wait
+
+# Groups, inputs, outputs.
+SHAPES = {
+    "wq_a": (1, 4096, 1024),
+    "wkv": (1, 4096, 512),
+    "wq_b": (1, 1024, 32768),
+    "wo_a": (8, 4096, 1024),
+    "wo_b": (1, 8192, 4096),
+    "index wq_b": (1, 1024, 8192),
+    "shared w1": (1, 4096, 2048),
+    "shared w2": (1, 2048, 4096),
+    "main_proj": (1, 4096, 4096),
+}
+CACHE, MOST_COPIES = 128e6, 32  # bytes of all copies, more than twice the cache; but no more programs than this to compile
+
+Product = Callable[[jax.Array, BlockScaled], jax.Array]
+
+
+def weights(groups: int, inputs: int, outputs: int) -> list[BlockScaled]:
+    """Copies of a random matrix."""
+    codes, scale = ((groups, *shape) for shape in block_shapes("fp8", inputs, outputs))
+    count = int(np.clip(np.ceil(CACHE / np.prod(codes)), 2, MOST_COPIES))
+    make = jax.jit(lambda key: jax.random.normal(key, codes).astype(jnp.float8_e4m3fn))
+    scales = jax.random.randint(jax.random.key(1), scale, 118, 121).astype(jnp.uint8)
+    return [BlockScaled(make(key), scales + 0) for key in jax.random.split(jax.random.key(0), count)]
+
+
+def program(product: Callable | None, x: jax.Array, copies: list, steps: int) -> Program:
+    """`product(x, w)` with one copy after the other, each x depending on the result before; without it, only that."""
+
+    def step(carry: tuple) -> tuple:
+        x, copies = carry
+        for w in copies:
+            y = x[..., :1] if product is None else jax.lax.optimization_barrier(product(x, w))
+            x = jax.lax.optimization_barrier(x + y[:1, :1, :1].astype(x.dtype) * 1e-30)
+        return x, copies
+
+    return Program(step, (x, copies), steps=steps, unroll=1)
+
+
+def candidates(rows: int, sizes: Plan, groups: int, inputs: int, outputs: int) -> list[Plan]:
+    """Sizes to try beside the plan's."""
+    m = 8 if rows <= 8 else 16 if rows <= 16 else 32 if rows <= 32 else 64
+    base = max(sizes.split, 1)
+    splits = sorted({max(base // 2, 1), base, base * 2, base * 4})
+    found = [Plan(m, Lanes(8, 64), s, d) for s in splits for d in (False, True)]
+    found += [Plan(m, Lanes(*o), s, d) for o in ((8, 128), (16, 64), (16, 32)) for s in (base, base * 2) for d in (False, True)]
+    blocks = [(128, 64, 4, 4), (64, 128, 4, 4), (128, 32, 4, 6), (64, 64, 4, 5)]
+    found += [Plan(max(m, 16), Blocks(*o), s) for o in blocks for s in splits[:3]]
+
+    def fits(p: Plan) -> bool:
+        n, k = (8 * p.blocks.load, p.blocks.inputs) if isinstance(p.blocks, Lanes) else (p.blocks.n, p.blocks.k)
+        return outputs % n == 0 and inputs % (k * p.split) == 0 and p != sizes
+
+    return [p for p in dict.fromkeys(found) if fits(p)]
+
+
+def check(x: jax.Array, w: BlockScaled, sizes: Plan) -> float:
+    """Largest difference from the reference over its largest value."""
+    expected = jax.jit(reference.block_linear)(x, w)
+    got = jax.jit(lambda x, w: triton.block_linear(x, w, sizes=sizes))(x, w)
+    return float(jnp.max(jnp.abs(got - expected)) / jnp.max(jnp.abs(expected)))
+
+
+def peer(x: jax.Array, w: jax.Array) -> jax.Array:
+    """The bf16 product as `dspark_jax.models.layers.dot` has it."""
+    padded = jnp.pad(x, ((0, 7), (0, 0), (0, 0))) if x.shape[0] == 1 else x
+    return einsum("tgk,gkn->tgn", padded, w)[: x.shape[0]].astype(x.dtype)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", default="1,6,8,48")
+    parser.add_argument("--only", help="of the matrices, with commas between them")
+    parser.add_argument("--out", help="JSON file")
+    parser.add_argument("--tune", action="store_true", help="also time other sizes (printed only)")
+    args = parser.parse_args(argv)
+    records = Records(args.out)
+    names = list(SHAPES) if args.only is None else args.only.split(",")
+    for name in names:
+        copies = weights(*SHAPES[name])
+        dense = [jax.jit(widened, static_argnums=1)(w, jnp.bfloat16) for w in copies]
+        for rows in map(int, args.tokens.split(",")):
+            _case(name, rows, copies, dense, records, args.tune)
+        del copies, dense
+
+
+def _case(name: str, rows: int, copies: list, dense: list, records: Records, tune: bool) -> None:
+    groups, inputs, outputs = SHAPES[name]
+    x = jnp.asarray(np.random.default_rng(rows).normal(size=(rows, groups, inputs)), jnp.bfloat16)
+    sizes, steps = plan(rows, groups, inputs, outputs), max(2, 128 // len(copies))
+
+    def own(p: Plan) -> Program:
+        product = lambda x, w: triton.block_linear(x, w, sizes=p).astype(x.dtype)  # noqa: E731
+        return program(product, x, copies, steps)
+
+    programs = {"": program(None, x, copies, steps), "triton": own(sizes), "bf16": program(peer, x, dense, steps)}
+    programs["widened"] = program(lambda x, w: reference.block_linear(x, w).astype(x.dtype), x, copies, steps)
+    if tune:
+        programs |= {str(p): own(p) for p in candidates(rows, sizes, groups, inputs, outputs)}
+    case = f"{name} {groups}x{inputs}x{outputs} T={rows}"
+    try:
+        wait(programs.values())
+        print(f"{case}: error {check(x, copies[0], sizes):.1e} of the largest value, {sizes}", flush=True)
+        times = {key: value / len(copies) for key, value in times_us(programs).items()}
+        moved = sum(v.nbytes for v in copies[0]) + rows * groups * (2 * inputs + 2 * outputs)
+        records.add("block_linear", case, times["triton"], moved, {k: times[k] for k in ("bf16", "widened") if k in times})
+    except Exception as error:
+        print(f"block_linear {case}: {type(error).__name__}: {str(error)[:600]}", flush=True)
+        return
+    for key, value in sorted(times.items(), key=lambda item: item[1]) if tune else ():
+        print(f"  {case}: {value:8.2f} us  {key}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
