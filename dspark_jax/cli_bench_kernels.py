@@ -38,7 +38,9 @@ def round_(
     batch: Annotated[str, typer.Option(help="Requests side by side, with commas between them.")] = "1",
     context: Annotated[int, typer.Option(help="Positions in front of a request.")] = 512,
     dtype: Annotated[str | None, typer.Option(help="Of weights and activations; float32 on a CPU, bfloat16 elsewhere.")] = None,
-    weights: Annotated[str, typer.Option(help="dequantised, or quantised: experts are fp4 codes.")] = "dequantised",
+    weights: Annotated[
+        str, typer.Option(help="dequantised; quantised: fp4 experts and fp8 linear maps; or fp4-experts: these alone.")
+    ] = "dequantised",
     recorded: Annotated[Path | None, typer.Option(help="Draw acceptance from a file of calibrate --recorded.")] = None,
     count_experts: Annotated[
         bool, typer.Option("--count-experts", help="Count the experts that rows visit, for the floor: twice the compilation.")
@@ -55,21 +57,21 @@ def round_(
     """Time and profile a decoding round and a plain step of a model with random weights, on one device."""
     from dspark_jax.bench import records
     from dspark_jax.bench.peers import NAMES
-    from dspark_jax.bench.round import Settings, run
+    from dspark_jax.bench.round import WEIGHTS, Settings, run
 
     chosen = () if peers == "none" else tuple(word.strip() for word in peers.split(","))
     faults, words = [], [word.strip() for word in batch.split(",")]
     if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
         faults.append(f"--batch is {batch!r}; expected positive integers with commas between them")
-    if weights not in ("dequantised", "quantised"):
-        faults.append(f"--weights is {weights!r}; expected dequantised or quantised")
+    if weights not in WEIGHTS:
+        faults.append(f"--weights is {weights!r}; expected {', '.join(WEIGHTS)}")
     if unknown := [name for name in chosen if name not in NAMES]:
         faults.append(f"--peers has {', '.join(map(repr, unknown))}; expected {', '.join(NAMES)}, or none")
     raise_all(ConfigError, "bench round", faults)
     records.check_out(out)
     batches = tuple(sorted({int(word) for word in words}))
     settings = Settings(
-        model, batches, layers, context, dtype, weights == "quantised", recorded, count_experts, temperature, chosen,
+        model, batches, layers, context, dtype, weights, recorded, count_experts, temperature, chosen,
         deepspec,
     )  # fmt: skip
     found, missing = run(settings, out)

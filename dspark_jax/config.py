@@ -9,9 +9,11 @@ from typing import Any, ClassVar, Literal, TypeGuard, get_args
 
 from dspark_jax.checkpoint.transformers import published_config
 from dspark_jax.errors import CheckpointError, ConfigError, described, raise_all
+from dspark_kernels.formats import FP8_BLOCK
 
 HeadKind = Literal["markov", "gated", "rnn", "none"]
 ExpertWeights = Literal["dense", "fp4", "fp8"]
+LinearWeights = Literal["dense", "fp8"]
 Numerics = Literal["default", "reference"]
 MOST = 2**31 - 1  # positions, ids and sizes are 32-bit integers
 DENSE_FAMILIES = ("qwen3", "llama")  # see `config_dense`
@@ -40,7 +42,8 @@ class TargetConfig:
     `compress_ratios[l]` gives layer l's attention: 0 = window only, 4 = compressed sparse with indexer (overlapping
     groups of four), any other = heavily compressed. `csa_ratio` is the ratio that means "compressed sparse".
     `expert_weights`, which config.json does not hold, is how devices keep the routed experts, draft stages' included: as
-    numbers of the model's dtype, or as codes with their scales (`dspark_kernels.block_scaled`). Nor does it hold `numerics`:
+    numbers of the model's dtype, or as codes with their scales (`dspark_kernels.block_scaled`); and `linear_weights` the
+    linear maps that published files hold as fp8: attention's, the indexer's, shared experts', `main_proj`. Nor `numerics`:
     "reference" rounds activations as DeepSeek's inference code does (`models.numerics`), key-value entries and index keys
     to fp8 and fp4, and with `fp8_inputs` the inputs of linear maps, which that code rounds where the weights are quantised.
 
@@ -77,6 +80,7 @@ class TargetConfig:
     eos_token_id: int = 1
     rope: RopeConfig = field(default_factory=RopeConfig)
     expert_weights: ExpertWeights = "dense"
+    linear_weights: LinearWeights = "dense"
     numerics: Numerics = "default"
     fp8_inputs: bool = False
 
@@ -91,6 +95,15 @@ class TargetConfig:
     def group_width(self) -> int:
         """Channels that one group of the output projection reads."""
         return self.num_attention_heads * self.head_dim // self.o_groups
+
+    @property
+    def wo_a_codes(self) -> bool:
+        """Whether `wo_a` stays codes: its groups are cut out of one matrix, which must not cut a block of scales."""
+        return self.linear_weights == "fp8" and (self.o_groups == 1 or self.o_lora_rank % FP8_BLOCK == 0)
+
+    def main_proj_codes(self, taps: int) -> bool:
+        """Whether the drafter's `main_proj` stays codes: ranks hold the columns of their taps, which must not cut a block."""
+        return self.linear_weights == "fp8" and (taps == 1 or self.hidden_size % FP8_BLOCK == 0)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -255,6 +268,8 @@ def _contradictions(v: Mapping[str, Any]) -> Iterator[str]:
         yield f"num_hash_layers is {v['num_hash_layers']}; expected 0 … num_hidden_layers = {layers}"
     if v["expert_weights"] not in get_args(ExpertWeights):
         yield f"expert_weights is {v['expert_weights']!r}; expected one of {', '.join(map(repr, get_args(ExpertWeights)))}"
+    if v["linear_weights"] not in get_args(LinearWeights):
+        yield f"linear_weights is {v['linear_weights']!r}; expected one of {', '.join(map(repr, get_args(LinearWeights)))}"
     yield from _numerics_faults(v)
     for name in ("hidden_size", "moe_intermediate_size"):
         if v["expert_weights"] == "fp4" and v[name] % 2:

@@ -157,7 +157,8 @@ def _read(model: str, weights: str) -> tuple[TargetConfig, DraftConfig | None, M
     """Configurations, the target's with `expert_weights` set, and the bytes of the weight files by dtype."""
     if model in PRESETS:
         config, draft = PRESETS[model]()
-        return (replace(config, expert_weights="fp4") if weights == "quantised" else config), draft, None
+        kept = {"expert_weights": "fp4", "linear_weights": "fp8"} if weights == "quantised" else {}
+        return replace(config, **kept), draft, None
     folder = checkpoint_folder(model)
     if not any(folder.glob("*.safetensors*")):
         if weights == "quantised":

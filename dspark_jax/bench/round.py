@@ -42,6 +42,12 @@ from dspark_jax.presets import model_configs
 from dspark_kernels.timing import read_ceiling
 
 SHOWN = 10  # kernels
+# What the configuration has for every value of --weights.
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "dequantised": {},
+    "quantised": {"expert_weights": "fp4", "linear_weights": "fp8"},
+    "fp4-experts": {"expert_weights": "fp4"},
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,8 @@ class Settings:
       layers: the first so many of the target; None is all.
       context: positions in front of a request.
       dtype: of weights and activations; None is float32 on a CPU and bfloat16 elsewhere.
-      quantised: experts are fp4 codes.
+      weights: of `WEIGHTS`: "quantised" has fp4 experts, and as fp8 codes the linear maps that published files hold so;
+        "fp4-experts" has the experts' codes alone.
       recorded: file of recorded rounds, from which acceptance is drawn.
       count_experts: count the experts that rows visit, in programs of their own, for the floor.
       temperature: of all requests; 0 is greedy.
@@ -67,7 +74,7 @@ class Settings:
     layers: int | None = None
     context: int = 512
     dtype: str | None = None
-    quantised: bool = False
+    weights: str = "dequantised"
     recorded: Path | None = None
     count_experts: bool = False
     temperature: float = 1.0
@@ -90,7 +97,8 @@ def subject(settings: Settings, cpu: bool | None = None) -> Subject:
     layers = whole if settings.layers is None else settings.layers
     faults = []
     if dense:
-        others = {"--layers": layers != whole, "--weights quantised": settings.quantised, "--recorded": settings.recorded}
+        others = {"--layers": layers != whole, f"--weights {settings.weights}": settings.weights != "dequantised"}
+        others["--recorded"] = settings.recorded
         others["--count-experts"] = settings.count_experts
         faults += [f"{name} is for DeepSeek-V4-style models; leave it out" for name, given in others.items() if given]
     elif not 1 <= layers <= whole:
@@ -108,10 +116,11 @@ def subject(settings: Settings, cpu: bool | None = None) -> Subject:
     if isinstance(config, TargetConfig):
         assert isinstance(draft, DraftConfig)
         config, draft = first_layers(config, draft, layers)
-        config = replace(config, expert_weights="fp4") if settings.quantised else config
+        config = replace(config, **WEIGHTS[settings.weights])
     count = "" if layers == whole else f" {layers} layers"
     greedy = ", greedy" if settings.temperature == 0 else ""
-    name = f"{settings.model}{count}, {'fp4 experts, ' * settings.quantised}{dtype}, context {settings.context}{greedy}"
+    kept = {"quantised": "fp4 experts, fp8 linear maps, ", "fp4-experts": "fp4 experts, "}.get(settings.weights, "")
+    name = f"{settings.model}{count}, {kept}{dtype}, context {settings.context}{greedy}"
     found = Subject(name, config, draft, dtype, settings.context, rounds, 1 if cpu else 4, settings.temperature)
     most = config.max_position_embeddings
     if found.capacity > most:

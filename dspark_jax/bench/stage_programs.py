@@ -265,7 +265,7 @@ def _made(key: str, x: jax.ShapeDtypeStruct, experts: int) -> tuple[tuple[int, .
     """Shape, type, and the range of integers: experts by token id, codes of any bits, or scales of codes."""
     if x.dtype != jnp.uint8:
         return x.shape, x.dtype, (0, experts)
-    return x.shape, x.dtype, (118, 121) if "_scale" in key else (0, 256)  # ue8m0: 2^-9 … 2^-7
+    return x.shape, x.dtype, (118, 121) if "scale" in key else (0, 256)  # ue8m0: 2^-9 … 2^-7
 
 
 @cache

@@ -7,6 +7,7 @@ from typing import NamedTuple, get_args
 from dspark_jax.checkpoint.files import TensorFiles, listed, natural
 from dspark_jax.checkpoint.layout import Entry
 from dspark_jax.checkpoint.quantised import FP4, FP8, SCALE, published_format, scale_key, stored_as, stored_shapes
+from dspark_jax.config import LinearWeights
 from dspark_jax.config_dense import DenseConfig, ModelConfig
 from dspark_kernels.formats import BlockFormat
 
@@ -104,6 +105,12 @@ def expert_format(files: TensorFiles, entries: list[Entry]) -> tuple[BlockFormat
         "weights is 'quantised', for which all routed experts must be stored alike, as packed fp4 (I8) or as fp8 (F8_E4M3);"
         f" {seen or 'there are none'}: use 'dequantised'"
     ]
+
+
+def linear_format(files: TensorFiles) -> LinearWeights:
+    """ "fp8" where all linear maps that are fp8 in the published files are so here, else "dense"."""
+    found = {info.dtype for key, info in files.tensors.items() if published_format(key) == "fp8"}
+    return "fp8" if found == {FP8} else "dense"
 
 
 def quantised_maps(files: TensorFiles) -> tuple[bool, list[str]]:

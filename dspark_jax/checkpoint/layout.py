@@ -78,9 +78,11 @@ def _entry(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> Entry:
         kind = scale or _CODES.get(np.dtype(dtype), kind)
         keys = tuple(".".join([*names[:-1], str(e), matrix, scale or "weight"]) for e in range(shape[0]))
         return Entry(path, keys, shape[:0:-1], lambda a: np.stack([x.T for x in a]), lambda w: [x.T for x in w], kind)
-    if leaf == "wo_a":
+    if np.dtype(dtype).itemsize == 1:
+        kind = "scale" if leaf.endswith("scale") else "fp8"
+    if leaf in ("wo_a", "wo_a_scale"):
         groups, inputs, rank = shape
-        key = ".".join([*names, "weight"])
+        key = ".".join([*names[:-1], "wo_a", "scale" if leaf == "wo_a_scale" else "weight"])
         return Entry(
             path,
             (key,),
@@ -96,7 +98,7 @@ def _entry(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> Entry:
         key, transposed, kind = ".".join([*names[:-1], _BIASES[leaf]]), False, "fp32"
     else:
         key = ".".join(names)
-        transposed = leaf == "weight" and names[-2] not in _STRAIGHT
+        transposed = leaf in ("weight", "scale") and names[-2] not in _STRAIGHT
     if transposed:
         return Entry(path, (key,), shape[::-1], lambda a: a[0].T, lambda w: [w.T], kind)
     return Entry(path, (key,), shape, lambda a: a[0], lambda w: [w], kind)

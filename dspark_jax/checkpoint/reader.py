@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from dspark_jax.checkpoint import layout
 from dspark_jax.checkpoint.files import TensorFiles, open_files, stage_numbers
-from dspark_jax.checkpoint.headers import expert_format, header_faults, quantised_maps, size_faults
+from dspark_jax.checkpoint.headers import expert_format, header_faults, linear_format, quantised_maps, size_faults
 from dspark_jax.checkpoint.quantised import config_faults
 from dspark_jax.checkpoint.values import Values, deferred
 from dspark_jax.config import (
@@ -71,8 +71,8 @@ def read_checkpoint(
       axis: mesh axis that experts are split over, see `SpeculativeLM`.
       place: puts a host array on devices, given the parameter's path; by default on the default device.
       weights: what becomes of fp8 and fp4 weights. "dequantised": numbers of `dtype`, the same in float32 and bfloat16 as the
-        codes stand for. "quantised": the routed experts stay codes with scales, everything else is dequantised; the
-        configuration's `expert_weights` then says which.
+        codes stand for. "quantised": the routed experts stay codes with scales, and so do the linear maps that published
+        files hold as fp8, where all of them are so; the configuration's `expert_weights` and `linear_weights` then say which.
       numerics: "reference" rounds activations as DeepSeek's code does (`TargetConfig.numerics`), the inputs of linear maps too
         where the file's weights are quantised; "default" does not.
 
@@ -145,7 +145,7 @@ def open_checkpoint(
         kind, unlike = expert_format(files, layout.entries(params))
         faults += unlike
         if kind is not None:
-            config = replace(config, expert_weights=kind)
+            config = replace(config, expert_weights=kind, linear_weights=linear_format(files))
             graph, params = layout.skeleton(config, draft, dtype=dtype, axis=axis)
     faults += header_faults(layout.entries(params), files, check_stages=draft is not None)
     return _deferred(LoadedCheckpoint(config, draft, graph, params), files, dtype, faults)

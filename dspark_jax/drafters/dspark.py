@@ -49,7 +49,9 @@ class Stage(Block):
         d = config.hidden_size
         first, last = index == 0, index == draft.num_stages - 1
         # Any: which of these a stage has depends on its place, and the checkpoint's key names follow the attribute names.
-        self.main_proj: Any = Linear(len(draft.target_layer_ids) * d, d, rngs=rngs) if first else None
+        taps = len(draft.target_layer_ids)
+        options = {"codes": config.main_proj_codes(taps), "wide": True}
+        self.main_proj: Any = Linear(taps * d, d, rngs=rngs, **options) if first else None
         self.main_norm: Any = RMSNorm(d, config.rms_norm_eps) if first else None
         self.norm: Any = RMSNorm(d, config.rms_norm_eps) if last else None
         self.hc_head: Any = HyperHead(config) if last else None

@@ -16,8 +16,10 @@ from dspark_jax.config import TargetConfig
 from dspark_jax.decode.rows import Rows
 from dspark_jax.models.cache import entries_read, ring_history, ring_write, zero_where
 from dspark_jax.models.compressor import Compressor, CompressorCache, Indexer
-from dspark_jax.models.layers import Linear, RMSNorm, rms_norm, rope_frequencies, rotate, with_rows
+from dspark_jax.models.layers import Linear, RMSNorm, code_params, rms_norm, rope_frequencies, rotate, with_rows
 from dspark_jax.models.numerics import cache_rounded, head_norm
+from dspark_kernels.block_linear import block_linear
+from dspark_kernels.block_scaled import BlockScaled
 from dspark_kernels.precision import einsum
 
 
@@ -56,16 +58,19 @@ class Projections(nnx.Module):
     """Query, key-value and output maps that target layers and draft stages share."""
 
     def __init__(self, config: TargetConfig, compressed: bool, *, rngs: nnx.Rngs):
-        c, rounding = config, config.fp8_inputs
-        self.wq_a = Linear(c.hidden_size, c.q_lora_rank, rngs=rngs, fp8_inputs=rounding)
+        c, options = config, {"fp8_inputs": config.fp8_inputs, "codes": config.linear_weights == "fp8"}
+        self.wq_a = Linear(c.hidden_size, c.q_lora_rank, rngs=rngs, **options)
         self.q_norm = RMSNorm(c.q_lora_rank, c.rms_norm_eps)
-        self.wq_b = Linear(c.q_lora_rank, c.num_attention_heads * c.head_dim, rngs=rngs, fp8_inputs=rounding)
-        self.wkv = Linear(c.hidden_size, c.head_dim, rngs=rngs, fp8_inputs=rounding)
+        self.wq_b = Linear(c.q_lora_rank, c.num_attention_heads * c.head_dim, rngs=rngs, **options)
+        self.wkv = Linear(c.hidden_size, c.head_dim, rngs=rngs, **options)
         self.kv_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
-        self.wo_a = nnx.Param(
-            jax.random.normal(rngs.params(), (c.o_groups, c.group_width, c.o_lora_rank)) / math.sqrt(c.group_width)
-        )
-        self.wo_b = Linear(c.o_groups * c.o_lora_rank, c.hidden_size, rngs=rngs, fp8_inputs=rounding)
+        if c.wo_a_codes:
+            wo_a, scale = code_params(c.group_width, c.o_lora_rank, (c.o_groups,))
+        else:
+            shape = (c.o_groups, c.group_width, c.o_lora_rank)
+            wo_a, scale = nnx.Param(jax.random.normal(rngs.params(), shape) / math.sqrt(c.group_width)), None
+        self.wo_a, self.wo_a_scale = wo_a, scale
+        self.wo_b = Linear(c.o_groups * c.o_lora_rank, c.hidden_size, rngs=rngs, **options)
         self.attn_sink = nnx.Param(jnp.zeros((c.num_attention_heads,)))
         self.config, self.compressed = c, compressed
 
@@ -90,7 +95,10 @@ class Projections(nnx.Module):
         c = self.config
         heads = rotate(heads, position, self._freq(), inverse=True)
         groups = heads.reshape(*heads.shape[:-2], c.o_groups, c.group_width)
-        low = with_rows(lambda rows: einsum("...gw,gwr->...gr", rows, self.wo_a[...]), groups, inner=2)
+        if self.wo_a_scale is None:
+            low = with_rows(lambda rows: einsum("...gw,gwr->...gr", rows, self.wo_a[...]), groups, inner=2)
+        else:
+            low = block_linear(groups, BlockScaled(self.wo_a[...], self.wo_a_scale[...]))
         return self.wo_b(low.astype(heads.dtype).reshape(*heads.shape[:-2], -1))
 
     def _freq(self):

@@ -119,8 +119,8 @@ class Indexer(nnx.Module):
     """Scores compressed entries by a small multi-head product and keeps the best `index_topk` a query."""
 
     def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs):
-        heads = config.index_n_heads * config.index_head_dim
-        self.wq_b = Linear(config.q_lora_rank, heads, rngs=rngs, fp8_inputs=config.fp8_inputs)
+        heads, codes = config.index_n_heads * config.index_head_dim, config.linear_weights == "fp8"
+        self.wq_b = Linear(config.q_lora_rank, heads, rngs=rngs, fp8_inputs=config.fp8_inputs, codes=codes)
         self.weights_proj = Linear(config.hidden_size, config.index_n_heads, rngs=rngs)
         self.compressor = Compressor(config, config.csa_ratio, config.index_head_dim, keys=True, rngs=rngs)
         self.config = config

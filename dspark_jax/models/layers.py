@@ -11,6 +11,9 @@ from jaxtyping import Array, Float, Float32, Int
 
 from dspark_jax.config import RopeConfig
 from dspark_jax.models.numerics import INPUT_GROUP, fp8_rounded
+from dspark_kernels.block_linear import block_linear
+from dspark_kernels.block_scaled import BlockScaled
+from dspark_kernels.formats import block_shapes
 from dspark_kernels.precision import einsum
 
 # On a GPU XLA makes a reduction of a product with one row, which reads the weights slower than a product with eight rows does.
@@ -42,20 +45,45 @@ def rms_norm(x: Float[Array, "... d"], weight: Float[Array, "d"] | None, eps: fl
 
 
 class Linear(nnx.Module):
-    """A linear map without bias; `weight` is stored (in, out). With `fp8_inputs` x is rounded to fp8 first."""
+    """A linear map without bias; `weight` is stored (in, out). With `fp8_inputs` x is rounded to fp8 first.
+
+    With `codes` the weight is fp8 codes and `scale` their scales (`BlockScaled`), zeros until a checkpoint fills them;
+    otherwise `scale` is None. wide: inputs may be beyond fp16, see `block_linear`.
+    """
 
     def __init__(
-        self, inputs: int, outputs: int, *, rngs: nnx.Rngs, std: float | None = None, fp8_inputs: bool = False
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        rngs: nnx.Rngs,
+        std: float | None = None,
+        fp8_inputs: bool = False,
+        codes: bool = False,
+        wide: bool = False,
     ):
         std = 1 / math.sqrt(inputs) if std is None else std
-        self.weight = nnx.Param(std * jax.random.normal(rngs.params(), (inputs, outputs)))
-        self.fp8_inputs = fp8_inputs
+        if codes:
+            weight, scale = code_params(inputs, outputs)
+        else:
+            weight, scale = nnx.Param(std * jax.random.normal(rngs.params(), (inputs, outputs))), None
+        self.weight, self.scale = weight, scale
+        self.fp8_inputs, self.wide = fp8_inputs, wide
 
     def __call__(
         self, x: Float[Array, "... i"], out_dtype: jax.typing.DTypeLike | None = None
     ) -> Float[Array, "... o"]:
         x = fp8_rounded(x, INPUT_GROUP) if self.fp8_inputs else x
-        return dot(x, self.weight[...], out_dtype)
+        if self.scale is None:
+            return dot(x, self.weight[...], out_dtype)
+        y = block_linear(x, BlockScaled(self.weight[...], self.scale[...]), wide=self.wide)
+        return y.astype(x.dtype if out_dtype is None else out_dtype)
+
+
+def code_params(inputs: int, outputs: int, groups: tuple[int, ...] = ()) -> tuple[nnx.Param, nnx.Param]:
+    """fp8 codes of an (in, out) matrix, or of one for each of the groups, and their scales; zeros."""
+    codes, scale = block_shapes("fp8", inputs, outputs)
+    return nnx.Param(jnp.zeros((*groups, *codes), jnp.float8_e4m3fn)), nnx.Param(jnp.zeros((*groups, *scale), jnp.uint8))
 
 
 class RMSNorm(nnx.Module):

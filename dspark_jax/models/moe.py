@@ -96,10 +96,10 @@ class SharedExpert(nnx.Module):
 
     def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs):
         width = config.moe_intermediate_size * config.n_shared_experts
-        rounding = config.fp8_inputs
-        self.w1 = Linear(config.hidden_size, width, rngs=rngs, fp8_inputs=rounding)
-        self.w3 = Linear(config.hidden_size, width, rngs=rngs, fp8_inputs=rounding)
-        self.w2 = Linear(width, config.hidden_size, rngs=rngs, fp8_inputs=rounding)
+        options = {"fp8_inputs": config.fp8_inputs, "codes": config.linear_weights == "fp8"}
+        self.w1 = Linear(config.hidden_size, width, rngs=rngs, **options)
+        self.w3 = Linear(config.hidden_size, width, rngs=rngs, **options)
+        self.w2 = Linear(width, config.hidden_size, rngs=rngs, **options)
         self.config = config
 
     def __call__(self, x: Float[Array, "B d"]) -> Float32[Array, "B d"]:

@@ -49,6 +49,16 @@ def _fp32(name: str, *shape: int) -> Leaf:
     return Leaf(name, shape, "fp32")
 
 
+def _linear(c: TargetConfig, name: str, inputs: int, outputs: int, kept: bool | None = None) -> Iterator[Leaf]:
+    """A linear map that is fp8 in published files; `kept` says whether it is codes here, by default the configuration does."""
+    if not (c.linear_weights == "fp8" if kept is None else kept):
+        yield Leaf(f"{name}.weight", (inputs, outputs))
+        return
+    codes, scale = block_shapes("fp8", inputs, outputs)
+    yield Leaf(f"{name}.weight", codes, "byte")
+    yield Leaf(f"{name}.scale", scale, "byte", numbers=0)
+
+
 def _compressor(c: TargetConfig, name: str, ratio: int, width: int) -> Iterator[Leaf]:
     channels = width * (2 if ratio == c.csa_ratio else 1)
     yield Leaf(f"{name}.wkv.weight", (c.hidden_size, channels))
@@ -59,18 +69,21 @@ def _compressor(c: TargetConfig, name: str, ratio: int, width: int) -> Iterator[
 
 def _attention(c: TargetConfig, name: str, ratio: int) -> Iterator[Leaf]:
     d, heads = c.hidden_size, c.num_attention_heads
-    yield Leaf(f"{name}.wq_a.weight", (d, c.q_lora_rank))
+    yield from _linear(c, f"{name}.wq_a", d, c.q_lora_rank)
     yield Leaf(f"{name}.q_norm.weight", (c.q_lora_rank,))
-    yield Leaf(f"{name}.wq_b.weight", (c.q_lora_rank, heads * c.head_dim))
-    yield Leaf(f"{name}.wkv.weight", (d, c.head_dim))
+    yield from _linear(c, f"{name}.wq_b", c.q_lora_rank, heads * c.head_dim)
+    yield from _linear(c, f"{name}.wkv", d, c.head_dim)
     yield Leaf(f"{name}.kv_norm.weight", (c.head_dim,))
-    yield Leaf(f"{name}.wo_a", (c.o_groups, c.group_width, c.o_lora_rank))
-    yield Leaf(f"{name}.wo_b.weight", (c.o_groups * c.o_lora_rank, d))
+    codes, scale = block_shapes("fp8", c.group_width, c.o_lora_rank)
+    yield Leaf(f"{name}.wo_a", (c.o_groups, *codes), "byte" if c.wo_a_codes else "weight")
+    if c.wo_a_codes:
+        yield Leaf(f"{name}.wo_a_scale", (c.o_groups, *scale), "byte", numbers=0)
+    yield from _linear(c, f"{name}.wo_b", c.o_groups * c.o_lora_rank, d)
     yield _fp32(f"{name}.attn_sink", heads)
     if ratio:
         yield from _compressor(c, f"{name}.compressor", ratio, c.head_dim)
     if ratio == c.csa_ratio:
-        yield Leaf(f"{name}.indexer.wq_b.weight", (c.q_lora_rank, c.index_n_heads * c.index_head_dim))
+        yield from _linear(c, f"{name}.indexer.wq_b", c.q_lora_rank, c.index_n_heads * c.index_head_dim)
         yield Leaf(f"{name}.indexer.weights_proj.weight", (d, c.index_n_heads))
         yield from _compressor(c, f"{name}.indexer.compressor", ratio, c.index_head_dim)
 
@@ -92,7 +105,7 @@ def _experts(c: TargetConfig, name: str, hashed: bool) -> Iterator[Leaf]:
         yield Leaf(here, (e, *codes), "byte", "experts", True, 2 if c.expert_weights == "fp4" else 1)
         yield Leaf(f"{here}_scale", (e, *scale), "byte", "experts", True, 0)
     for part, shape in (("w1", (d, shared)), ("w3", (d, shared)), ("w2", (shared, d))):
-        yield Leaf(f"{name}.shared_experts.{part}.weight", shape)
+        yield from _linear(c, f"{name}.shared_experts.{part}", *shape)
 
 
 def block(c: TargetConfig, name: str, ratio: int, hashed: bool) -> Iterator[Leaf]:
@@ -117,7 +130,8 @@ def layer(c: TargetConfig, draft: DraftConfig | None, index: int, position: int)
     """Target layer `index` at `position` of its rank, and the context projection of its tap."""
     yield from block(c, f"layers.{position}", c.compress_ratios[index], index < c.num_hash_layers)
     if draft and index in draft.target_layer_ids:
-        yield Leaf(f"taps.{position}.weight", (c.hidden_size, c.hidden_size))
+        kept = c.main_proj_codes(len(draft.target_layer_ids))
+        yield from _linear(c, f"taps.{position}", c.hidden_size, c.hidden_size, kept)
 
 
 def head(c: TargetConfig, expert: int) -> Iterator[Leaf]:

@@ -103,9 +103,9 @@ class PipeStage(nnx.Module):
         layers = zip(range(first, end), attention, strict=True)
         self.layers = nnx.List([Block(c, a, i < c.num_hash_layers, spec.placed(i), rngs=rngs) for i, a in layers])
         tapped = [i - first for i in (draft.target_layer_ids if draft else ()) if first <= i < end]
-        self.taps = nnx.Dict(
-            {str(j): Linear(c.hidden_size, c.hidden_size, rngs=rngs, fp8_inputs=c.fp8_inputs) for j in tapped}
-        )
+        codes = draft is not None and c.main_proj_codes(len(draft.target_layer_ids))
+        options = {"fp8_inputs": c.fp8_inputs, "codes": codes, "wide": True}
+        self.taps = nnx.Dict({str(j): Linear(c.hidden_size, c.hidden_size, rngs=rngs, **options) for j in tapped})
         embeds = rank == 0 or (last and draft is not None)
         self.embed: Any = SplitEmbedding(spec.padded_vocab, c.hidden_size, EXPERT) if embeds else None
         self.hc_head: Any = HyperHead(c) if last else None
@@ -184,7 +184,7 @@ class V4Parts:
 
     def origin(self, rank: int, path: Path) -> Path:
         if path[0] == "taps":
-            return ("draft", "mtp", 0, "main_proj", "weight")
+            return ("draft", "mtp", 0, "main_proj", *path[2:])
         if path[0] == "layers":
             return ("target", "layers", self.spec.ranges[rank][0] + int(path[1]), *path[2:])
         return path if path[0] == "draft" else ("target", *path)
@@ -194,7 +194,7 @@ class V4Parts:
         spec = self.spec
         if path[0] == "taps":
             ids = spec.draft.target_layer_ids if spec.draft else ()
-            return rows_of_tap(value, ids, spec.ranges[rank][0] + int(path[1]), spec.config.hidden_size)
+            return rows_of_tap(value, ids, spec.ranges[rank][0] + int(path[1]), value.shape[0] // len(ids))
         if path[0] in ("embed", "head"):
             return filled_up(value, 0 if path[0] == "embed" else 1, spec.padded_vocab)
         placed = spec.placed(self.layer_of(rank, path)) if "experts" in path else None

@@ -179,7 +179,7 @@ class CostModel:
                 flops += 2 * rows.all * leaf.size * leaf.numbers * visits / c.n_routed_experts / load.expert
             else:
                 read += size
-                flops += 2 * (rows.all / load.expert if leaf.split else rows.local) * leaf.size
+                flops += 2 * (rows.all / load.expert if leaf.split else rows.local) * leaf.size * leaf.numbers
         return Work(read, flops)
 
     def _attention(self, c: TargetConfig, ratio: int, rows: int, slots: int, load: Workload) -> Work:

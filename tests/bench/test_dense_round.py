@@ -99,7 +99,7 @@ def test_the_floor_of_qwen3_4b_is_the_sum_of_its_matrices():
 
 def test_what_is_of_other_models_is_refused(tmp_path):
     with pytest.raises(ConfigError) as error:
-        bench.subject(Settings("qwen3-4b", (1,), 4, quantised=True, recorded=tmp_path, count_experts=True, temperature=-1))
+        bench.subject(Settings("qwen3-4b", (1,), 4, weights="quantised", recorded=tmp_path, count_experts=True, temperature=-1))
     for name in ("--layers", "--weights quantised", "--recorded", "--count-experts"):
         assert f"{name} is for DeepSeek-V4-style models" in str(error.value)
     assert "--temperature is -1; expected a finite number" in str(error.value)

@@ -1,4 +1,4 @@
-"""Linear maps with fp8 codes: interpreted on CPU, compiled on a GPU, against the reference; and lowered for CUDA without one."""
+"""Linear maps with fp8 codes: interpreted on CPU, compiled on a GPU, against the reference; lowered for CUDA without one."""
 
 import jax
 import jax.numpy as jnp

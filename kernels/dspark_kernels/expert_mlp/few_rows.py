@@ -74,7 +74,7 @@ def down(
 
 
 def columns(x: Float[Array, "B d"], fp4: bool, interpret: bool, wide: bool = False) -> Float[Array, "B d"]:
-    """x as a product's operand, a step's inputs (half, c, row of codes, nibble) in the order (c, half, nibble, row): by lanes."""
+    """x for a product, a step's inputs (half, c, row of codes, nibble) in the order (c, half, nibble, row): by lanes."""
     if fp4:
         x = x.reshape(x.shape[0], -1, 2, C, 2, 2).transpose(0, 1, 3, 2, 5, 4).reshape(x.shape)
     else:
