@@ -107,10 +107,10 @@ def expert_format(files: TensorFiles, entries: list[Entry]) -> tuple[BlockFormat
     ]
 
 
-def linear_format(files: TensorFiles) -> LinearWeights:
-    """ "fp8" where all linear maps that are fp8 in the published files are so here, else "dense"."""
-    found = {info.dtype for key, info in files.tensors.items() if published_format(key) == "fp8"}
-    return "fp8" if found == {FP8} else "dense"
+def linear_format(files: TensorFiles, entries: list[Entry]) -> LinearWeights:
+    """ "fp8" where all linear maps that `entries` have as fp8 codes are so in the files, else "dense"."""
+    keys = [key for e in entries if e.dtype == "fp8" and "experts" not in e.path for key in e.keys if key in files.tensors]
+    return "fp8" if {files.tensors[key].dtype for key in keys} == {FP8} else "dense"
 
 
 def quantised_maps(files: TensorFiles) -> tuple[bool, list[str]]:

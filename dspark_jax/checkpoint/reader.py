@@ -145,8 +145,11 @@ def open_checkpoint(
         kind, unlike = expert_format(files, layout.entries(params))
         faults += unlike
         if kind is not None:
-            config = replace(config, expert_weights=kind, linear_weights=linear_format(files))
+            config = replace(config, expert_weights=kind, linear_weights="fp8")
             graph, params = layout.skeleton(config, draft, dtype=dtype, axis=axis)
+            if linear_format(files, layout.entries(params)) == "dense":
+                config = replace(config, linear_weights="dense")
+                graph, params = layout.skeleton(config, draft, dtype=dtype, axis=axis)
     faults += header_faults(layout.entries(params), files, check_stages=draft is not None)
     return _deferred(LoadedCheckpoint(config, draft, graph, params), files, dtype, faults)
 

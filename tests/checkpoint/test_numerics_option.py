@@ -22,9 +22,9 @@ CONFIG = replace(TARGET, moe_intermediate_size=48, index_head_dim=32)
 def test_quantised_maps_round_their_inputs(weights, tmp_path):
     write_quantised(tmp_path, CONFIG, DRAFT)
     found = open_checkpoint(tmp_path, dtype="bfloat16", weights=weights, numerics="reference")
-    kept = "fp4" if weights == "quantised" else "dense"
-    assert found.config == replace(CONFIG, numerics="reference", fp8_inputs=True, expert_weights=kept)
-    assert open_checkpoint(tmp_path, dtype="bfloat16", weights=weights).config == replace(CONFIG, expert_weights=kept)
+    kept = {"expert_weights": "fp4", "linear_weights": "fp8"} if weights == "quantised" else {}
+    assert found.config == replace(CONFIG, numerics="reference", fp8_inputs=True, **kept)
+    assert open_checkpoint(tmp_path, dtype="bfloat16", weights=weights).config == replace(CONFIG, **kept)
 
 
 def test_dense_maps_do_not(tmp_path):
