@@ -6,11 +6,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from dspark_kernels.block_linear import reference, triton
+from dspark_kernels.block_linear.tuning import MOST_ROWS, plan
 from dspark_kernels.block_scaled import BlockScaled
 from dspark_kernels.formats import FP8_BLOCK
 from dspark_kernels.lowerings import Implementation, choose, with_reference_gradient
-
-MOST_ROWS = 512  # on CUDA; with more the widened weights, written and read once, cost less than slower products
 
 
 def _unsuited(x: Array, weight: BlockScaled) -> str | None:
@@ -28,12 +27,12 @@ def block_linear(
     """x @ w of rows with fp8 codes [k, n]; with codes [G, k, n] the rows are x[..., g, :], each with its own matrix.
 
     Exact products with fp32 accumulation, as with weights widened to bf16. The kernels: k and n multiples of 128, bf16 rows,
-    by default up to `MOST_ROWS` of them; otherwise the weights are widened in the program. A row's result depends on that
-    row alone and is the same in every run.
+    by default up to `tuning.MOST_ROWS` of them; otherwise the weights are widened in the program. A row's result depends on
+    that row alone and is the same in every run.
 
     Args:
-      wide: up to 16 rows are taken in bf16, below 2^28 in magnitude. Otherwise in fp16: below 65504, and what is below
-        2^-14 may be rounded more coarsely than in bf16.
+      wide: rows are below 2^28 in magnitude. Otherwise they must be below 65504, and what is below 2^-17 may be rounded more
+        coarsely than in bf16: few rows are taken in fp16.
     """
     if weight.codes.dtype != jnp.float8_e4m3fn:
         raise ValueError(f"codes are {weight.codes.dtype}; expected float8_e4m3fn (fp4 is for experts: expert_mlp)")
@@ -49,7 +48,7 @@ def block_linear(
         lowering = "reference"
 
     def kernel(x: Array, codes: Array, scale: Array) -> Array:
-        sizes = triton.plan(x.shape[0], groups, inputs, outputs)
+        sizes = plan(x.shape[0], groups, inputs, outputs)
         return triton.block_linear(x, BlockScaled(codes, scale), sizes=sizes, wide=wide, interpret=lowering == "interpret")
 
     def plain(x: Array, codes: Array, scale: Array) -> Array:

@@ -1,20 +1,23 @@
 """Device time of linear maps with fp8 codes, V4-Flash's, against the read floor and the bf16 product of XLA.
 
-    python -m dspark_kernels.block_linear.bench --tokens 1,6,8,48 --out FILE.json [--only wq_a,wkv] [--tune]
+    python -m dspark_kernels.block_linear.bench --tokens 1,8,48,512 --out FILE.json [--matrices wq_a,wkv] [--tune]
 
 A program goes through enough copies of a matrix that none is still in the device's cache when its turn comes again.
-Peers: the product with bf16 weights (a single row beside seven rows of zeros), and with codes that XLA widens.
+Peers: the product with bf16 weights (a single row beside seven rows of zeros), and with codes that XLA widens. `--tune` times
+the kernels in other sizes too, and prints at the end the lines of `tuning.TUNED` with the fastest ones.
 """
 
 import argparse
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_kernels.block_linear import reference, triton
-from dspark_kernels.block_linear.triton import Plan, plan
+from dspark_kernels.block_linear import block_linear, reference, triton
+from dspark_kernels.block_linear.triton import Plan
+from dspark_kernels.block_linear.tuning import bucket, plan
 from dspark_kernels.block_scaled import BlockScaled, widened
 from dspark_kernels.expert_mlp.few_rows import Lanes
 from dspark_kernels.expert_mlp.triton import Blocks
@@ -35,8 +38,6 @@ SHAPES = {
     "main_proj": (1, 4096, 4096),
 }
 CACHE, MOST_COPIES = 128e6, 32  # bytes of all copies, more than twice the cache; but no more programs than this to compile
-
-Product = Callable[[jax.Array, BlockScaled], jax.Array]
 
 
 def weights(groups: int, inputs: int, outputs: int) -> list[BlockScaled]:
@@ -61,21 +62,18 @@ def program(product: Callable | None, x: jax.Array, copies: list, steps: int) ->
     return Program(step, (x, copies), steps=steps, unroll=1)
 
 
-def candidates(rows: int, sizes: Plan, groups: int, inputs: int, outputs: int) -> list[Plan]:
-    """Sizes to try beside the plan's."""
-    m = 8 if rows <= 8 else 16 if rows <= 16 else 32 if rows <= 32 else 64
+def candidates(rows: int, sizes: Plan, inputs: int, outputs: int) -> list[Plan]:
+    """Sizes to try beside `sizes`."""
+    m = min(max(8, bucket(rows)), 64)
     base = max(sizes.split, 1)
     splits = sorted({max(base // 2, 1), base, base * 2, base * 4})
     found = [Plan(m, Lanes(8, 64), s, d) for s in splits for d in (False, True)]
     found += [Plan(m, Lanes(*o), s, d) for o in ((8, 128), (16, 64), (16, 32)) for s in (base, base * 2) for d in (False, True)]
-    blocks = [(128, 64, 4, 4), (64, 128, 4, 4), (128, 32, 4, 6), (64, 64, 4, 5)]
-    found += [Plan(max(m, 16), Blocks(*o), s) for o in blocks for s in splits[:3]]
-
-    def fits(p: Plan) -> bool:
-        n, k = (8 * p.blocks.load, p.blocks.inputs) if isinstance(p.blocks, Lanes) else (p.blocks.n, p.blocks.k)
-        return outputs % n == 0 and inputs % (k * p.split) == 0 and p != sizes
-
-    return [p for p in dict.fromkeys(found) if fits(p)]
+    blocks = [(128, 64, 4, 4), (64, 128, 4, 4), (128, 32, 4, 6), (64, 64, 4, 5), (64, 64, 2, 6)]
+    found += [Plan(max(m, 16), Blocks(*o), s) for o in blocks for s in splits]
+    if rows > 64:
+        found = [Plan(n, Blocks(*o), s) for n in (64, 128) for o in ((128, 64, 4, 4), (128, 64, 8, 3)) for s in splits[:3]]
+    return [p for p in dict.fromkeys(found) if p != sizes and p.fits(inputs, outputs)]
 
 
 def check(x: jax.Array, w: BlockScaled, sizes: Plan) -> float:
@@ -94,46 +92,52 @@ def peer(x: jax.Array, w: jax.Array) -> jax.Array:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", default="1,6,8,48")
-    parser.add_argument("--only", help="of the matrices, with commas between them")
+    parser.add_argument("--tokens", default="1,8,48,512")
+    parser.add_argument("--matrices", help="of the matrices, with commas between them")
     parser.add_argument("--out", help="JSON file")
-    parser.add_argument("--tune", action="store_true", help="also time other sizes (printed only)")
+    parser.add_argument("--tune", action="store_true", help="also time other sizes (printed only), and print the fastest")
     args = parser.parse_args(argv)
     records = Records(args.out)
-    names = list(SHAPES) if args.only is None else args.only.split(",")
+    names = list(SHAPES) if args.matrices is None else args.matrices.split(",")
+    best: dict[str, dict[int, Plan]] = {}
     for name in names:
         copies = weights(*SHAPES[name])
         dense = [jax.jit(widened, static_argnums=1)(w, jnp.bfloat16) for w in copies]
         for rows in map(int, args.tokens.split(",")):
-            _case(name, rows, copies, dense, records, args.tune)
+            if fastest := _case(name, rows, copies, dense, records, args.tune):
+                best.setdefault(name, {})[bucket(rows)] = fastest
         del copies, dense
+    for name, plans in best.items() if args.tune else ():
+        print(f"    {SHAPES[name]}: {plans},  # {name}", flush=True)
 
 
-def _case(name: str, rows: int, copies: list, dense: list, records: Records, tune: bool) -> None:
+def _case(name: str, rows: int, copies: list, dense: list, records: Records, tune: bool) -> Plan | None:
+    """Measures and prints; the fastest of the sizes, None if nothing ran."""
     groups, inputs, outputs = SHAPES[name]
     x = jnp.asarray(np.random.default_rng(rows).normal(size=(rows, groups, inputs)), jnp.bfloat16)
     sizes, steps = plan(rows, groups, inputs, outputs), max(2, 128 // len(copies))
 
-    def own(p: Plan) -> Program:
-        product = lambda x, w: triton.block_linear(x, w, sizes=p).astype(x.dtype)  # noqa: E731
-        return program(product, x, copies, steps)
+    def made(product: Callable) -> Program:
+        return program(lambda x, w: product(x, w).astype(x.dtype), x, copies, steps)
 
-    programs = {"": program(None, x, copies, steps), "triton": own(sizes), "bf16": program(peer, x, dense, steps)}
-    programs["widened"] = program(lambda x, w: reference.block_linear(x, w).astype(x.dtype), x, copies, steps)
-    if tune:
-        programs |= {str(p): own(p) for p in candidates(rows, sizes, groups, inputs, outputs)}
+    plans = [sizes, *(candidates(rows, sizes, inputs, outputs) if tune else ())]
+    own = {str(p): made(functools.partial(triton.block_linear, sizes=p)) for p in plans} if tune else {}
+    programs = {"": program(None, x, copies, steps), "block_linear": made(block_linear), **own}
+    programs |= {"bf16": program(peer, x, dense, steps), "widened": made(reference.block_linear)}
     case = f"{name} {groups}x{inputs}x{outputs} T={rows}"
     try:
         wait(programs.values())
         print(f"{case}: error {check(x, copies[0], sizes):.1e} of the largest value, {sizes}", flush=True)
         times = {key: value / len(copies) for key, value in times_us(programs).items()}
         moved = sum(v.nbytes for v in copies[0]) + rows * groups * (2 * inputs + 2 * outputs)
-        records.add("block_linear", case, times["triton"], moved, {k: times[k] for k in ("bf16", "widened") if k in times})
+        peers = {key: times[key] for key in ("bf16", "widened") if key in times}
+        records.add("block_linear", case, times["block_linear"], moved, peers)
     except Exception as error:
         print(f"block_linear {case}: {type(error).__name__}: {str(error)[:600]}", flush=True)
-        return
-    for key, value in sorted(times.items(), key=lambda item: item[1]) if tune else ():
+        return None
+    for key, value in sorted(times.items(), key=lambda item: item[1])[:12] if tune else ():
         print(f"  {case}: {value:8.2f} us  {key}", flush=True)
+    return min((p for p in plans if str(p) in times), key=lambda p: times[str(p)], default=None)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,7 @@ from dspark_kernels.block_scaled import BlockScaled
 from dspark_kernels.expert_mlp import decode, few_rows
 from dspark_kernels.expert_mlp.few_rows import Lanes
 from dspark_kernels.expert_mlp.triton import Blocks, product
-
-PROGRAMS = {"lanes": 2048, "blocks": 528}  # that keep an H200's 132 processors loading: 16 of one warp each, 4 of four
-FEWEST_PASSES = 2  # of the loop of a program
+from dspark_kernels.formats import FP8_BLOCK
 
 
 class Plan(NamedTuple):
@@ -35,35 +33,31 @@ class Plan(NamedTuple):
     split: int
     direct: bool = False
 
+    def fits(self, inputs: int, outputs: int) -> bool:
+        """Whether programs of these sizes cover matrices of so many inputs and outputs exactly."""
+        n, k = self.tile
+        return outputs % n == 0 and inputs % (k * self.split) == 0 and FP8_BLOCK % n == 0 and FP8_BLOCK % k == 0
 
-def plan(rows: int, groups: int, inputs: int, outputs: int) -> Plan:
-    """For so many rows and matrices of these sizes, all multiples of 128. Not tuned on a GPU yet (`bench --tune`)."""
-    if rows <= 16:
-        block_m, blocks = 8 if rows <= 8 else 16, Lanes(8, 64)
-        columns, wanted = outputs // (few_rows.R * blocks.load), PROGRAMS["lanes"]
-        passes = inputs // blocks.inputs
-    else:
-        block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 192 else 128
-        blocks = Blocks(128, 64, 4, 4) if block_m < 128 else Blocks(128, 64, 8, 3)
-        columns, wanted = outputs // blocks.n, PROGRAMS["blocks"]
-        passes = inputs // blocks.k
-    programs, split = -(-rows // block_m) * groups * columns, 1
-    # Sums of parts are written and read: they must stay small beside the codes.
-    while programs * split < wanted and passes % (2 * split) == 0 and passes // (2 * split) >= FEWEST_PASSES:
-        if 2 * split * 8 * min(rows, block_m) > inputs:
-            break
-        split *= 2
-    return Plan(block_m, blocks, split)
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Outputs of a program, and inputs of a pass of its loop."""
+        b = self.blocks
+        return (few_rows.R * b.load, b.inputs) if isinstance(b, Lanes) else (b.n, b.k)
 
 
 def block_linear(
     x: Float[Array, "T G k"], weight: BlockScaled, *, sizes: Plan, wide: bool = False, interpret: bool = False
 ) -> Float32[Array, "T G n"]:
-    """`reference.block_linear` for bf16 rows. wide: rows may reach 2^28, not 65504 (`Blocks` are always so)."""
+    """`reference.block_linear` for bf16 rows. wide: rows may reach 2^28, not 65504 (`Blocks` are always so).
+
+    Raises ValueError for sizes that do not fit the matrices.
+    """
     rows, groups, inputs = x.shape
     outputs, (block_m, blocks, split, direct) = weight.codes.shape[-1], sizes
+    if not sizes.fits(inputs, outputs):
+        raise ValueError(f"{sizes} does not fit a matrix of {inputs} x {outputs}")
     one_warp = isinstance(blocks, Lanes)
-    n, k = (few_rows.R * blocks.load, blocks.inputs) if isinstance(blocks, Lanes) else (blocks.n, blocks.k)
+    n, k = sizes.tile
     passes = inputs // k // split
 
     def kernel(x_ref, codes_ref, scale_ref, out_ref):

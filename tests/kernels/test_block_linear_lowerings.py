@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from dspark_kernels.block_linear import block_linear, triton
-from dspark_kernels.block_linear.bench import SHAPES
+from dspark_kernels.block_linear.bench import SHAPES, candidates
+from dspark_kernels.block_linear.tuning import MOST_ROWS, TUNED, bucket, plan
 from dspark_kernels.block_scaled import BlockScaled, widened
 from dspark_kernels.expert_mlp.few_rows import Lanes
 from dspark_kernels.expert_mlp.triton import Blocks
@@ -66,6 +67,13 @@ class TestKernels:
         x, w = rows(3, 256) * 2**20, weight(256, 128)
         close(block_linear(x, w, wide=True, implementation=KERNEL), block_linear(x, w, implementation="reference"))
 
+    def test_gradients_are_the_references(self):
+        x, w = rows(3, 256), weight(256, 128)
+        loss = lambda x, i: jnp.sum(jnp.sin(block_linear(x, w, implementation=i) / 100))  # noqa: E731
+        got, expected = (jax.jit(jax.grad(loss), static_argnums=1)(x, i).astype(jnp.float32) for i in (KERNEL, "reference"))
+        assert jnp.any(expected != 0)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=2**-7 * abs(expected).max())
+
     def test_a_row_does_not_depend_on_others(self):
         x, w = rows(9, 256), weight(256, 128)
         run = jax.jit(lambda x: block_linear(x, w, implementation=KERNEL))
@@ -95,8 +103,9 @@ def test_lowers_for_cuda_without_a_gpu(tokens):
 @pytest.mark.parametrize("direct", [False, True])
 def test_other_ways_lower_for_cuda(direct):
     sizes = triton.Plan(16, Lanes(16, 128), 4, direct)
-    run = lambda x, w: triton.block_linear(x, w, sizes=sizes, wide=direct)  # noqa: E731
-    assert count_kernels(lower_for_cuda(run, rows(9, 1, 512), weight(512, 128, 1))) == 1
+    for some in (sizes, sizes._replace(block_m=64)):
+        run = lambda x, w, some=some: triton.block_linear(x, w, sizes=some, wide=direct)  # noqa: E731
+        assert count_kernels(lower_for_cuda(run, rows(9, 1, 512), weight(512, 128, 1))) == 1
 
 
 def test_cpu_runs_the_reference_and_cuda_the_kernel_for_some_rows(monkeypatch):
@@ -106,6 +115,25 @@ def test_cpu_runs_the_reference_and_cuda_the_kernel_for_some_rows(monkeypatch):
     assert lower(rows(4, 128), weight(128, 128)) == 1
     assert not lower(rows(4, 96), weight(96, 128)) and not lower(rows(4, 128).astype(jnp.float32), weight(128, 128))
     assert not lower(jax.ShapeDtypeStruct((1024, 128), jnp.bfloat16), weight(128, 128))
+
+
+def test_sizes_fit_the_matrices():
+    """What a launch would leave out otherwise; measured sizes are no exception."""
+    for groups, inputs, outputs in [*SHAPES.values(), *TUNED, (1, 128, 128), (3, 384, 640)]:
+        for tokens in (1, 8, 16, 17, 64, 200, MOST_ROWS):
+            sizes = plan(tokens, groups, inputs, outputs)
+            assert sizes.fits(inputs, outputs), (inputs, outputs, sizes)
+            more = candidates(tokens, sizes, inputs, outputs)
+            assert all(p.fits(inputs, outputs) for p in more) and sizes not in more
+    with pytest.raises(ValueError, match="does not fit a matrix of 128 x 128"):
+        triton.block_linear(rows(2, 1, 128), weight(128, 128, 1), sizes=triton.Plan(8, Lanes(8, 64), 4), interpret=True)
+
+
+def test_measured_sizes_are_for_rows_up_to_the_next_power_of_two(monkeypatch):
+    assert [bucket(t) for t in (1, 2, 8, 9, 33, 48, 64, 65, 512)] == [1, 8, 8, 16, 64, 64, 64, 128, 512]
+    measured = triton.Plan(32, Lanes(16, 32), 2, True)
+    monkeypatch.setitem(TUNED, (1, 256, 128), {32: measured})
+    assert plan(17, 1, 256, 128) == plan(32, 1, 256, 128) == measured not in (plan(16, 1, 256, 128), plan(33, 1, 256, 128))
 
 
 def test_what_it_cannot_take_is_refused():
