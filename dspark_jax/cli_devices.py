@@ -25,7 +25,7 @@ PlacementOption = Annotated[
 ]
 WeightsOption = Annotated[
     Literal["dequantised", "quantised"],
-    typer.Option("--weights", help="Of an fp8 or fp4 checkpoint: dequantised, or quantised: devices keep the experts' codes."),
+    typer.Option("--weights", help="Of an fp8 or fp4 checkpoint: dequantised, or quantised: devices keep the codes."),
 ]
 
 

@@ -18,7 +18,7 @@ def inspect(
     model: Annotated[str, typer.Argument(help="v4-flash, v4-pro, a shipped model, or a folder with config.json.")],
     mesh: Annotated[str, typer.Option(help="Pipe x expert ranks, such as 2x4, or a mesh file (YAML).")] = "1x1",
     eplb: Annotated[Path | None, typer.Option(help="Load-balancer file (YAML): its expert slots take memory.")] = None,
-    weights: Annotated[str, typer.Option(help="dequantised, or quantised: devices keep the experts' codes.")] = "dequantised",
+    weights: Annotated[str, typer.Option(help="dequantised, or quantised: devices keep fp4 and fp8 codes.")] = "dequantised",
     dtype: Annotated[str, typer.Option(help="Of weights and activations: bfloat16, float32 or float16.")] = "bfloat16",
     slots: Annotated[int | None, typer.Option(help="Requests side by side; by default 8 for every device.")] = None,
     context: Annotated[
@@ -57,6 +57,7 @@ def _show(found: "Inspection") -> None:
     plan, memory = found.plan, found.plan.memory
     load, pipe = plan.load, plan.pipe
     experts = f"{load.dtype} experts" if found.expert_weights == "dense" else f"experts kept as {found.expert_weights} codes"
+    experts += ", linear maps as fp8" if found.linear_weights == "fp8" else ""
     print(f"{found.model} on mesh {found.mesh}, {load.dtype}, {experts}\n")
     print(f"target   {_count(found.target_parameters)} parameters, {_count(found.target_active)} of them active for a token")
     if plan.draft_stages:

@@ -31,6 +31,7 @@ class Inspection:
     Attributes:
       model, mesh: as given; the mesh as "PxE".
       expert_weights: how devices hold the routed experts: "dense" (numbers of the plan's dtype), "fp8" or "fp4".
+      linear_weights: the same of the other linear maps that published files hold as fp8: "dense" or "fp8".
       target_parameters, draft_parameters: embedding and output head are the target's, which the drafter shares.
       target_active, draft_active: of them, those that a row is multiplied with: of the routed experts as many as a row
         visits, and no table that a row picks a vector from. `draft_active` counts all stages and heads once.
@@ -45,6 +46,7 @@ class Inspection:
     model: str
     mesh: str
     expert_weights: str
+    linear_weights: str
     target_parameters: int
     draft_parameters: int
     target_active: int
@@ -77,7 +79,8 @@ class Inspection:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON; memory in bytes."""
-        names = ("model", "mesh", "expert_weights", "target_parameters", "draft_parameters", "target_active", "draft_active")
+        names = ("model", "mesh", "expert_weights", "linear_weights")
+        names += ("target_parameters", "draft_parameters", "target_active", "draft_active")
         found = {name: getattr(self, name) for name in names}
         found |= {"stored": None if self.stored is None else dict(self.stored), "num_slots": self.num_slots}
         found |= {"slots": self.slots, "plan": self.plan.as_dict(), "widened": self.widened, "needed": self.needed}
@@ -101,7 +104,7 @@ def inspect_model(
       model: a shipped model's name, a preset ("v4-flash", "v4-pro"), or a folder with config.json and maybe weights.
       mesh: "PxE", a mesh file, or a `MeshConfig`.
       eplb: the experts' placement, as for `Engine`; its slots take memory.
-      weights: as for `load`; the experts of a preset are fp4, as published.
+      weights: as for `load`; a preset's experts are fp4 and its linear maps fp8, as published.
       dtype: of weights and activations: float32, bfloat16 or float16.
       slots: requests side by side on the mesh, by default 8 for every device.
       context: positions of a request, by default 8192 or the model's limit.
@@ -140,6 +143,7 @@ def inspect_model(
         model=str(model),
         mesh=str(shape),
         expert_weights=config.expert_weights,
+        linear_weights=config.linear_weights,
         target_parameters=_numbers(target),
         draft_parameters=_numbers(drafter),
         target_active=_numbers(target, visited),
@@ -154,7 +158,7 @@ def inspect_model(
 
 
 def _read(model: str, weights: str) -> tuple[TargetConfig, DraftConfig | None, Mapping[str, int] | None]:
-    """Configurations, the target's with `expert_weights` set, and the bytes of the weight files by dtype."""
+    """Configurations, the target's with what stays codes, and the bytes of the weight files by dtype."""
     if model in PRESETS:
         config, draft = PRESETS[model]()
         kept = {"expert_weights": "fp4", "linear_weights": "fp8"} if weights == "quantised" else {}

@@ -109,7 +109,7 @@ def test_text_and_json(run, tmp_path):
         assert words in out
     assert out.rstrip().endswith("What helps: more devices, --weights quantised.")
     fits = run("v4-flash", "--mesh", "2x4", "--memory", "75", "--weights", "quantised")[1]
-    assert "experts kept as fp4 codes" in fits and "It fits: memory for" in fits
+    assert "experts kept as fp4 codes, linear maps as fp8" in fits and "It fits: memory for" in fits
     (tmp_path / "config.json").write_text(json.dumps(to_hf(TARGET, None)))
     options = ("--slots", 4, "--context", 16, "--dtype", "float32", "--memory", 1)
     code, out, err = run(tmp_path, "--mesh", "2x2", *options, "--json")

@@ -66,13 +66,17 @@ def candidates(rows: int, sizes: Plan, inputs: int, outputs: int) -> list[Plan]:
     """Sizes to try beside `sizes`."""
     m = min(max(8, bucket(rows)), 64)
     base = max(sizes.split, 1)
-    splits = sorted({max(base // 2, 1), base, base * 2, base * 4})
-    found = [Plan(m, Lanes(8, 64), s, d) for s in splits for d in (False, True)]
-    found += [Plan(m, Lanes(*o), s, d) for o in ((8, 128), (16, 64), (16, 32)) for s in (base, base * 2) for d in (False, True)]
-    blocks = [(128, 64, 4, 4), (64, 128, 4, 4), (128, 32, 4, 6), (64, 64, 4, 5), (64, 64, 2, 6)]
-    found += [Plan(max(m, 16), Blocks(*o), s) for o in blocks for s in splits]
+    splits = sorted({max(base // 4, 1), max(base // 2, 1), base, base * 2, base * 4})
+    near, blocks = splits[1:4], [(128, 64, 4, 4), (64, 64, 4, 5)]
+    lanes = splits if m <= 16 else near
+    found = [Plan(m, Lanes(*o), s, direct) for o in ((8, 64), (16, 64)) for s in lanes for direct in (False, True)]
+    if m <= 16:
+        found += [Plan(m, Lanes(*o), s) for o in ((8, 128), (16, 32)) for s in near]
+    else:
+        blocks += [(64, 128, 4, 4), (128, 32, 4, 6), (64, 64, 2, 6)]
+    found += [Plan(max(m, 16), Blocks(*o), s) for o in blocks for s in near]
     if rows > 64:
-        found = [Plan(n, Blocks(*o), s) for n in (64, 128) for o in ((128, 64, 4, 4), (128, 64, 8, 3)) for s in splits[:3]]
+        found = [Plan(n, Blocks(*o), s) for n in (64, 128) for o in ((128, 64, 4, 4), (128, 64, 8, 3)) for s in near]
     return [p for p in dict.fromkeys(found) if p != sizes and p.fits(inputs, outputs)]
 
 

@@ -6,7 +6,7 @@ from dspark_kernels.expert_mlp.triton import Blocks
 
 MOST_ROWS = 512  # of the kernels on CUDA; with more rows widened weights, written and read once, cost less than slower products
 PROCESSORS = 132  # of an H200
-PROGRAMS = {"lanes": 16 * PROCESSORS, "blocks": 4 * PROCESSORS}  # that keep them loading, of one warp and of four
+PROGRAMS = {"lanes": 2048, "blocks": 512}  # that keep them loading, of one warp and of four
 FEWEST_PASSES = 2  # of the loop of a program
 
 # By groups, inputs and outputs of a matrix, then by `bucket` of rows: the best of `bench --tune`, which prints such lines.
