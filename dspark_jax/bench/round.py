@@ -97,9 +97,12 @@ def subject(settings: Settings, cpu: bool | None = None) -> Subject:
     layers = whole if settings.layers is None else settings.layers
     faults = []
     if dense:
-        others = {"--layers": layers != whole, f"--weights {settings.weights}": settings.weights != "dequantised"}
-        others["--recorded"] = settings.recorded
-        others["--count-experts"] = settings.count_experts
+        others = {
+            "--layers": layers != whole,
+            f"--weights {settings.weights}": settings.weights != "dequantised",
+            "--recorded": settings.recorded,
+            "--count-experts": settings.count_experts,
+        }
         faults += [f"{name} is for DeepSeek-V4-style models; leave it out" for name, given in others.items() if given]
     elif not 1 <= layers <= whole:
         faults.append(f"--layers is {layers}; expected 1 … {whole}, the model's")

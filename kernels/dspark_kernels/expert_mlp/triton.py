@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, ArrayLike, Float, Float32
 
 from dspark_kernels.block_scaled import BlockScaled
 from dspark_kernels.expert_mlp import decode
@@ -55,7 +55,7 @@ def _columns(x: Float[Array, "B d"], weight: Weight) -> Float[Array, "B d"]:
 
 
 def product(
-    x_ref, rows, weights: list, expert, column, blocks: Blocks, interpret: bool, first=0, passes: int | None = None
+    x_ref, rows, weights: list, expert, column, blocks: Blocks, interpret: bool, first: ArrayLike = 0, passes: int | None = None
 ) -> list[Array]:
     """x[rows] @ w[expert][:, column : column + n] for each of the weights, fp32 [m, n]; x as of `_columns`. Of the inputs
     `passes` times `k` from pass `first` on, by default all.
