@@ -4,7 +4,7 @@
 
 A program goes through enough copies of a matrix that none is still in the device's cache when its turn comes again.
 Peers: the product with bf16 weights (a single row beside seven rows of zeros), and with codes that XLA widens. `--tune` times
-the kernels in other sizes too, and prints at the end the lines of `tuning.TUNED` with the fastest ones.
+the kernels in other sizes too, and prints, when a matrix is done, its lines for `tuning.TUNED` with the fastest ones.
 """
 
 import argparse
@@ -103,16 +103,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     records = Records(args.out)
     names = list(SHAPES) if args.matrices is None else args.matrices.split(",")
-    best: dict[str, dict[int, Plan]] = {}
     for name in names:
         copies = weights(*SHAPES[name])
         dense = [jax.jit(widened, static_argnums=1)(w, jnp.bfloat16) for w in copies]
-        for rows in map(int, args.tokens.split(",")):
-            if fastest := _case(name, rows, copies, dense, records, args.tune):
-                best.setdefault(name, {})[bucket(rows)] = fastest
+        best = {bucket(rows): _case(name, rows, copies, dense, records, args.tune) for rows in map(int, args.tokens.split(","))}
+        if args.tune:
+            lines = [f"        {rows}: {_text(found)}," for rows, found in best.items() if found]
+            print("\n".join([f"    {SHAPES[name]}: {{  # {name}", *lines, "    },"]), flush=True)
         del copies, dense
-    for name, plans in best.items() if args.tune else ():
-        print(f"    {SHAPES[name]}: {plans},  # {name}", flush=True)
+
+
+def _text(p: Plan) -> str:
+    """As in `tuning`, without what is read by others or left as it is."""
+    sizes = p.blocks[:2] if isinstance(p.blocks, Lanes) else p.blocks[:4]
+    return f"Plan({p.block_m}, {type(p.blocks).__name__}{sizes}, {p.split}{', direct=True' * p.direct})"
 
 
 def _case(name: str, rows: int, copies: list, dense: list, records: Records, tune: bool) -> Plan | None:
