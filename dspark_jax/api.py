@@ -107,8 +107,9 @@ def load(
       mesh: from `dspark_jax.parallel.mesh.make_mesh`; one device by default.
       dtype: of activations and weights; float32 on a CPU and bfloat16 elsewhere by default.
       weights: what devices hold of an fp8 or fp4 checkpoint. "dequantised": numbers of `dtype`; the default, because without
-        kernels (on a CPU, in float32) codes are widened anew by every layer. "quantised": experts and fp8 linear maps as their
-        codes, for fp4 about a quarter of bfloat16's memory, and the same outputs. See docs/checkpoints.md.
+        kernels (on a CPU, in float32) codes are widened anew by every layer. "quantised": the routed experts as their codes,
+        for fp4 about a quarter of bfloat16's memory, and the same outputs. "quantised-all": fp8 linear maps, too. See
+        docs/checkpoints.md.
       numerics: "reference" rounds activations as DeepSeek's inference code does (entirely so in bfloat16): for comparing with
         it, slower and not more exact. "default" keeps them in `dtype`. See docs/checkpoints.md.
       max_len: most positions of a request, prompt included; by default the model's, at most 4096.

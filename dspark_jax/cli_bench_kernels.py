@@ -39,7 +39,7 @@ def round_(
     context: Annotated[int, typer.Option(help="Positions in front of a request.")] = 512,
     dtype: Annotated[str | None, typer.Option(help="Of weights and activations; float32 on a CPU, bfloat16 elsewhere.")] = None,
     weights: Annotated[
-        str, typer.Option(help="dequantised; quantised: fp4 experts and fp8 linear maps; or fp4-experts: these alone.")
+        str, typer.Option(help="dequantised; quantised: fp4 experts; or quantised-all: fp8 linear maps, too.")
     ] = "dequantised",
     recorded: Annotated[Path | None, typer.Option(help="Draw acceptance from a file of calibrate --recorded.")] = None,
     count_experts: Annotated[

@@ -24,8 +24,8 @@ PlacementOption = Annotated[
     Path | None, typer.Option("--placement", help="Load-balancer file (YAML): expert slots of every layer.")
 ]
 WeightsOption = Annotated[
-    Literal["dequantised", "quantised"],
-    typer.Option("--weights", help="Of an fp8 or fp4 checkpoint: dequantised, or quantised: devices keep the codes."),
+    Literal["dequantised", "quantised", "quantised-all"],
+    typer.Option("--weights", help="Of fp8 or fp4 files: dequantised; quantised: devices keep experts' codes; -all: all."),
 ]
 
 

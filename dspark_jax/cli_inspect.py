@@ -18,7 +18,9 @@ def inspect(
     model: Annotated[str, typer.Argument(help="v4-flash, v4-pro, a shipped model, or a folder with config.json.")],
     mesh: Annotated[str, typer.Option(help="Pipe x expert ranks, such as 2x4, or a mesh file (YAML).")] = "1x1",
     eplb: Annotated[Path | None, typer.Option(help="Load-balancer file (YAML): its expert slots take memory.")] = None,
-    weights: Annotated[str, typer.Option(help="dequantised, or quantised: devices keep fp4 and fp8 codes.")] = "dequantised",
+    weights: Annotated[
+        str, typer.Option(help="dequantised; quantised: devices keep experts' codes; or quantised-all: all codes.")
+    ] = "dequantised",
     dtype: Annotated[str, typer.Option(help="Of weights and activations: bfloat16, float32 or float16.")] = "bfloat16",
     slots: Annotated[int | None, typer.Option(help="Requests side by side; by default 8 for every device.")] = None,
     context: Annotated[
@@ -88,6 +90,7 @@ def _show(found: "Inspection") -> None:
     remedies = ["more devices"]
     remedies += ["fewer --slots", "a shorter --context"] if found.most_slots else []
     remedies += ["--weights quantised"] if found.expert_weights == "dense" else []
+    remedies += ["--weights quantised-all"] if found.expert_weights != "dense" and found.linear_weights == "dense" else []
     over = size(found.needed - found.memory)
     print(f"It does not fit: {over} too much on each device. What helps: {', '.join(remedies)}.")
 

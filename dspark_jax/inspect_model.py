@@ -21,7 +21,8 @@ from dspark_jax.presets import PRESETS, checkpoint_folder, model_configs
 CONTEXT = 8192  # positions of a request, or the model's limit
 SLOTS = 8  # requests of a device
 H200 = 140.0  # GiB that one has
-_WEIGHTS = ("dequantised", "quantised")
+_WEIGHTS = {"dequantised": {}, "quantised": {"expert_weights": "fp4"}}
+_WEIGHTS["quantised-all"] = _WEIGHTS["quantised"] | {"linear_weights": "fp8"}
 
 
 @dataclass(frozen=True)
@@ -161,11 +162,10 @@ def _read(model: str, weights: str) -> tuple[TargetConfig, DraftConfig | None, M
     """Configurations, the target's with what stays codes, and the bytes of the weight files by dtype."""
     if model in PRESETS:
         config, draft = PRESETS[model]()
-        kept = {"expert_weights": "fp4", "linear_weights": "fp8"} if weights == "quantised" else {}
-        return replace(config, **kept), draft, None
+        return replace(config, **_WEIGHTS[weights]), draft, None
     folder = checkpoint_folder(model)
     if not any(folder.glob("*.safetensors*")):
-        if weights == "quantised":
+        if weights != "dequantised":
             raise ConfigError(f"{folder}: holds no weights that could say how they are quantised; use --weights dequantised")
         return *model_configs(model), None
     from dspark_jax.checkpoint.files import open_files, stored_bytes

@@ -108,7 +108,7 @@ def test_text_and_json(run, tmp_path):
     for words in ("284.3B parameters, 13.3B of them active", "drafter  19.8B", "layers 23-42 and 3 draft stages", "not fit"):
         assert words in out
     assert out.rstrip().endswith("What helps: more devices, --weights quantised.")
-    fits = run("v4-flash", "--mesh", "2x4", "--memory", "75", "--weights", "quantised")[1]
+    fits = run("v4-flash", "--mesh", "2x4", "--memory", "75", "--weights", "quantised-all")[1]
     assert "experts kept as fp4 codes, linear maps as fp8" in fits and "It fits: memory for" in fits
     (tmp_path / "config.json").write_text(json.dumps(to_hf(TARGET, None)))
     options = ("--slots", 4, "--context", 16, "--dtype", "float32", "--memory", 1)

@@ -66,7 +66,7 @@ COMMANDS = {
     f"{A} --model v4-flash": "model 'v4-flash' is a preset without weights",
     f"{A} --scheduler fastest": "scheduler is 'fastest'; expected fixed:LENGTH",
     f"{A} --verify sometimes": "verify is 'sometimes'; expected 'rejection'",
-    f"{A} --weights int4": "'int4' is not one of 'dequantised', 'quantised'",
+    f"{A} --weights int4": "'int4' is not one of 'dequantised', 'quantised', 'quantised-all'",
     f"{A} --mesh key.yaml": "key.yaml: unknown key 'pipes'; expected pipe, expert, stages; did you mean 'pipe'?",
     f"{A} {MESH} slot.yaml": "unknown key 'num_slot'; expected num_slots",
     "plan-stages --model v5 --mesh 2x4": "a preset without weights (v4-flash, v4-pro)",

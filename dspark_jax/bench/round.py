@@ -45,8 +45,8 @@ SHOWN = 10  # kernels
 # What the configuration has for every value of --weights.
 WEIGHTS: dict[str, dict[str, Any]] = {
     "dequantised": {},
-    "quantised": {"expert_weights": "fp4", "linear_weights": "fp8"},
-    "fp4-experts": {"expert_weights": "fp4"},
+    "quantised": {"expert_weights": "fp4"},
+    "quantised-all": {"expert_weights": "fp4", "linear_weights": "fp8"},
 }
 
 
@@ -60,8 +60,8 @@ class Settings:
       layers: the first so many of the target; None is all.
       context: positions in front of a request.
       dtype: of weights and activations; None is float32 on a CPU and bfloat16 elsewhere.
-      weights: of `WEIGHTS`: "quantised" has fp4 experts, and as fp8 codes the linear maps that published files hold so;
-        "fp4-experts" has the experts' codes alone.
+      weights: of `WEIGHTS`: "quantised" has fp4 experts, "quantised-all" also fp8 codes of the linear maps that published
+        files hold so.
       recorded: file of recorded rounds, from which acceptance is drawn.
       count_experts: count the experts that rows visit, in programs of their own, for the floor.
       temperature: of all requests; 0 is greedy.
@@ -122,7 +122,7 @@ def subject(settings: Settings, cpu: bool | None = None) -> Subject:
         config = replace(config, **WEIGHTS[settings.weights])
     count = "" if layers == whole else f" {layers} layers"
     greedy = ", greedy" if settings.temperature == 0 else ""
-    kept = {"quantised": "fp4 experts, fp8 linear maps, ", "fp4-experts": "fp4 experts, "}.get(settings.weights, "")
+    kept = {"quantised-all": "fp4 experts, fp8 linear maps, ", "quantised": "fp4 experts, "}.get(settings.weights, "")
     name = f"{settings.model}{count}, {kept}{dtype}, context {settings.context}{greedy}"
     found = Subject(name, config, draft, dtype, settings.context, rounds, 1 if cpu else 4, settings.temperature)
     most = config.max_position_embeddings

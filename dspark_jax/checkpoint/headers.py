@@ -7,7 +7,6 @@ from typing import NamedTuple, get_args
 from dspark_jax.checkpoint.files import TensorFiles, listed, natural
 from dspark_jax.checkpoint.layout import Entry
 from dspark_jax.checkpoint.quantised import FP4, FP8, SCALE, published_format, scale_key, stored_as, stored_shapes
-from dspark_jax.config import LinearWeights
 from dspark_jax.config_dense import DenseConfig, ModelConfig
 from dspark_kernels.formats import BlockFormat
 
@@ -92,7 +91,7 @@ def size_faults(config: ModelConfig, files: TensorFiles) -> list[str]:
     return faults
 
 
-def expert_format(files: TensorFiles, entries: list[Entry]) -> tuple[BlockFormat | None, list[str]]:
+def expert_format(files: TensorFiles, entries: list[Entry], weights: str) -> tuple[BlockFormat | None, list[str]]:
     """The one quantised format of all routed experts, or why there is none."""
     keys = [key for entry in entries if "experts" in entry.path for key in entry.keys if key in files.tensors]
     found = {key: stored_as(key, files.tensors[key].dtype) for key in keys}
@@ -102,15 +101,21 @@ def expert_format(files: TensorFiles, entries: list[Entry]) -> tuple[BlockFormat
     examples = {kind: key for key, kind in reversed(found.items())}
     seen = ", ".join(f"{key} has dtype {files.tensors[key].dtype}" for key in examples.values())
     return None, [
-        "weights is 'quantised', for which all routed experts must be stored alike, as packed fp4 (I8) or as fp8 (F8_E4M3);"
+        f"weights is {weights!r}, for which all routed experts must be stored alike, as packed fp4 (I8) or as fp8 (F8_E4M3);"
         f" {seen or 'there are none'}: use 'dequantised'"
     ]
 
 
-def linear_format(files: TensorFiles, entries: list[Entry]) -> LinearWeights:
-    """ "fp8" where all linear maps that `entries` have as fp8 codes are so in the files, else "dense"."""
+def linear_faults(files: TensorFiles, entries: list[Entry]) -> list[str]:
+    """The linear maps that `entries` have as fp8 codes and the files do not."""
     keys = [key for e in entries if e.dtype == "fp8" and "experts" not in e.path for key in e.keys if key in files.tensors]
-    return "fp8" if {files.tensors[key].dtype for key in keys} == {FP8} else "dense"
+    unlike = [key for key in keys if files.tensors[key].dtype != FP8]
+    if not unlike:
+        return []
+    return [
+        "weights is 'quantised-all', for which all linear maps that published files hold as fp8 (F8_E4M3) must be so;"
+        f" {len(unlike)} are not, such as {unlike[0]}: use 'quantised' or 'dequantised'"
+    ]
 
 
 def quantised_maps(files: TensorFiles) -> tuple[bool, list[str]]:

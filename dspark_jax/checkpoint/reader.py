@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from dspark_jax.checkpoint import layout
 from dspark_jax.checkpoint.files import TensorFiles, open_files, stage_numbers
-from dspark_jax.checkpoint.headers import expert_format, header_faults, linear_format, quantised_maps, size_faults
+from dspark_jax.checkpoint.headers import expert_format, header_faults, linear_faults, quantised_maps, size_faults
 from dspark_jax.checkpoint.quantised import config_faults
 from dspark_jax.checkpoint.values import Values, deferred
 from dspark_jax.config import (
@@ -32,7 +32,7 @@ from dspark_jax.config_dense import DenseConfig, ModelConfig, dense_from_hf
 from dspark_jax.errors import CheckpointError, ConfigError, raise_all
 
 Place = Callable[[layout.Path, np.ndarray], jax.Array]
-Weights = Literal["dequantised", "quantised"]
+Weights = Literal["dequantised", "quantised", "quantised-all"]
 
 
 class CheckpointNotice(UserWarning):
@@ -71,8 +71,8 @@ def read_checkpoint(
       axis: mesh axis that experts are split over, see `SpeculativeLM`.
       place: puts a host array on devices, given the parameter's path; by default on the default device.
       weights: what becomes of fp8 and fp4 weights. "dequantised": numbers of `dtype`, the same in float32 and bfloat16 as the
-        codes stand for. "quantised": the routed experts stay codes with scales, and so do the linear maps that published
-        files hold as fp8, where all of them are so; the configuration's `expert_weights` and `linear_weights` then say which.
+        codes stand for. "quantised": the routed experts stay codes with scales. "quantised-all": so do the linear maps that
+        published files hold as fp8. The configuration's `expert_weights` and `linear_weights` then say which.
       numerics: "reference" rounds activations as DeepSeek's code does (`TargetConfig.numerics`), the inputs of linear maps too
         where the file's weights are quantised; "default" does not.
 
@@ -141,15 +141,14 @@ def open_checkpoint(
         faults += mixed
         config = replace(config, numerics=numerics, fp8_inputs=fp8_inputs)
     graph, params = layout.skeleton(config, draft, dtype=dtype, axis=axis)
-    if weights == "quantised":
-        kind, unlike = expert_format(files, layout.entries(params))
+    if weights != "dequantised":
+        kind, unlike = expert_format(files, layout.entries(params), weights)
         faults += unlike
         if kind is not None:
-            config = replace(config, expert_weights=kind, linear_weights="fp8")
+            linear = "fp8" if weights == "quantised-all" else "dense"
+            config = replace(config, expert_weights=kind, linear_weights=linear)
             graph, params = layout.skeleton(config, draft, dtype=dtype, axis=axis)
-            if linear_format(files, layout.entries(params)) == "dense":
-                config = replace(config, linear_weights="dense")
-                graph, params = layout.skeleton(config, draft, dtype=dtype, axis=axis)
+            faults += linear_faults(files, layout.entries(params))
     faults += header_faults(layout.entries(params), files, check_stages=draft is not None)
     return _deferred(LoadedCheckpoint(config, draft, graph, params), files, dtype, faults)
 
@@ -160,8 +159,8 @@ def _open_dense(
     config = _generation(folder, dense_from_hf(hf, str(folder / "config.json")))
     files = open_files(folder, published=False)
     faults = list(files.faults)
-    if weights == "quantised":
-        faults.append("weights is 'quantised', which keeps routed experts as codes; a dense model has none: use 'dequantised'")
+    if weights != "dequantised":
+        faults.append(f"weights is {weights!r}, which keeps routed experts as codes; a dense model has none: use 'dequantised'")
     if numerics == "reference":
         faults.append("numerics is 'reference', DeepSeek-V4's own; this is a dense model of another family: use 'default'")
     if not files.names:

@@ -127,7 +127,7 @@ def test_bad_sizes_are_refused_together():
     with pytest.raises(ConfigError, match=f"--context is {most + 1}; expected at most {most}: the model has 1024"):
         bench.subject(Settings("nano", (1,), context=most + 1))
     assert bench.subject(Settings("nano", (1,), context=most)).capacity == 1024
-    kept = [bench.subject(Settings("nano", (1,), 3, weights=w)).config for w in ("quantised", "fp4-experts")]
+    kept = [bench.subject(Settings("nano", (1,), 3, weights=w)).config for w in ("quantised-all", "quantised")]
     assert [(c.expert_weights, c.linear_weights) for c in kept] == [("fp4", "fp8"), ("fp4", "dense")]
 
 

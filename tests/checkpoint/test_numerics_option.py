@@ -18,11 +18,12 @@ from helpers.quantised import write_quantised, write_shards
 CONFIG = replace(TARGET, moe_intermediate_size=48, index_head_dim=32)
 
 
-@pytest.mark.parametrize("weights", ["dequantised", "quantised"])
+@pytest.mark.parametrize("weights", ["dequantised", "quantised", "quantised-all"])
 def test_quantised_maps_round_their_inputs(weights, tmp_path):
     write_quantised(tmp_path, CONFIG, DRAFT)
     found = open_checkpoint(tmp_path, dtype="bfloat16", weights=weights, numerics="reference")
-    kept = {"expert_weights": "fp4", "linear_weights": "fp8"} if weights == "quantised" else {}
+    kept = {} if weights == "dequantised" else {"expert_weights": "fp4"}
+    kept |= {"linear_weights": "fp8"} if weights == "quantised-all" else {}
     assert found.config == replace(CONFIG, numerics="reference", fp8_inputs=True, **kept)
     assert open_checkpoint(tmp_path, dtype="bfloat16", weights=weights).config == replace(CONFIG, **kept)
 

@@ -151,7 +151,7 @@ def test_experts_that_stay_quantised_are_the_files_bytes(kind, written, tmp_path
     if kind == "fp8":
         path = tmp_path
         tensors = write_quantised(path, CONFIG, DRAFT, experts="fp8")
-    loaded = read_checkpoint(path, dtype=jnp.float32, weights="quantised")
+    loaded = read_checkpoint(path, dtype=jnp.float32, weights="quantised-all")
     assert loaded.config == replace(CONFIG, expert_weights=kind, linear_weights="fp8")
     found, dense = stored(loaded.params), expected_numbers(tensors)
     for key, value in tensors.items():
@@ -305,5 +305,5 @@ def test_there_must_be_one_format_to_keep(folder, tmp_path):
     with pytest.raises(CheckpointError, match=f"has dtype I8, {EXPERT}.weight has dtype F8_E4M3: use 'dequantised'"):
         read_checkpoint(folder, weights="quantised")
     read_checkpoint(folder)  # each as it is stored
-    with pytest.raises(ConfigError, match="weights is 'packed'; expected 'dequantised' or 'quantised'"):
+    with pytest.raises(ConfigError, match="weights is 'packed'; expected 'dequantised' or 'quantised' or 'quantised-all'"):
         read_checkpoint(folder, weights="packed")  # type: ignore[arg-type]

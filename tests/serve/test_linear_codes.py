@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dspark_jax.checkpoint.reader import Weights, open_checkpoint
+from dspark_jax.errors import CheckpointError
 from dspark_jax.inspect_model import inspect_model
 from dspark_jax.parallel.mesh import make_mesh
 from dspark_jax.serve.engine import Engine
@@ -44,7 +45,7 @@ def make(folder: Path, pipe: int, expert: int, weights: Weights) -> Engine:
 
 @pytest.mark.parametrize(("pipe", "expert"), [(2, 1), pytest.param(2, 2, marks=pytest.mark.long)])
 def test_a_mesh_gives_the_dequantised_tokens(pipe, expert, folder):
-    dense, codes = (make(folder, pipe, expert, weights) for weights in ("dequantised", "quantised"))
+    dense, codes = (make(folder, pipe, expert, weights) for weights in ("dequantised", "quantised-all"))
     assert (dense.config.linear_weights, codes.config.linear_weights) == ("dense", "fp8")
     assert not any(leaf.dtype == jnp.float8_e4m3fn for leaf in dense._params.values())
     kept = {key.split(" ")[0] for key, leaf in codes._params.items() if leaf.dtype == jnp.float8_e4m3fn}
@@ -60,27 +61,29 @@ def test_a_mesh_gives_the_dequantised_tokens(pipe, expert, folder):
 
 def test_inspect_counts_the_codes(folder):
     sizes: dict[str, Any] = {"dtype": "float32", "slots": 4, "context": MAX_LEN}
-    dense, codes = (inspect_model(folder, "2x1", weights=weights, **sizes) for weights in ("dequantised", "quantised"))
+    dense, codes = (inspect_model(folder, "2x1", weights=weights, **sizes) for weights in ("dequantised", "quantised-all"))
     assert codes.linear_weights == codes.as_dict()["linear_weights"] == "fp8" and dense.linear_weights == "dense"
     assert (dense.target_parameters, dense.target_active) == (codes.target_parameters, codes.target_active)
-    engine = make(folder, 2, 1, "quantised")
+    engine = make(folder, 2, 1, "quantised-all")
     assert codes.plan.memory.parameters == sum(leaf.addressable_shards[0].data.nbytes for leaf in engine._params.values())
 
 
 @pytest.mark.parametrize(("changes", "dense"), [({"hidden_size": 144}, {"main_proj"}), ({"o_lora_rank": 12}, {"wo_a"})])
 def test_what_would_cut_a_block_of_scales_is_dequantised(changes, dense, tmp_path):
     write_quantised(tmp_path, replace(CONFIG, **changes), DRAFT)
-    opened = open_checkpoint(tmp_path, dtype="bfloat16", weights="quantised")
+    opened = open_checkpoint(tmp_path, dtype="bfloat16", weights="quantised-all")
     assert opened.config == replace(CONFIG, **changes, expert_weights="fp4", linear_weights="fp8")
     stage = opened.params["draft"]["mtp"][0]
     maps = {"wo_a": stage["attn"]["wo_a"], "main_proj": stage["main_proj"]["weight"], "wq_a": stage["attn"]["wq_a"]["weight"]}
     assert {name for name, leaf in maps.items() if leaf.get_value().dtype == jnp.bfloat16} == dense
 
 
-def test_one_map_that_is_not_fp8_makes_all_of_them_dense(tmp_path):
+def test_a_map_that_is_not_fp8_is_refused_by_name(tmp_path):
     tensors = write_quantised(tmp_path, CONFIG, DRAFT)
     del tensors["layers.1.attn.wkv.scale"]
     tensors["layers.1.attn.wkv.weight"] = tensors["layers.1.attn.wkv.weight"].astype(jnp.bfloat16)
     write_shards(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=r"all linear maps .* 1 are not, such as layers.1.attn.wkv.weight: use 'quantised' or"):
+        open_checkpoint(tmp_path, dtype="bfloat16", weights="quantised-all")
     opened = open_checkpoint(tmp_path, dtype="bfloat16", weights="quantised")
     assert opened.config == replace(CONFIG, expert_weights="fp4", linear_weights="dense")
