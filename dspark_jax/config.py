@@ -199,6 +199,7 @@ _FIXED = {
 
 
 def is_int(value: Any) -> TypeGuard[int]:
+    """Whether it is an integer; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -45,6 +45,7 @@ class Acceptance:
 
     @classmethod
     def of(cls, results: Sequence[Completion]) -> "Acceptance":
+        """Counts over all `results` together."""
         verified = [r.verified_by_position for r in results]
         accepted = [r.accepted_by_position for r in results]
         return cls(

@@ -67,6 +67,7 @@ class Inspection:
 
     @property
     def fits(self) -> bool:
+        """Whether a device has the bytes that are needed; activations are not counted."""
         return self.needed <= self.memory
 
     @property

@@ -42,6 +42,7 @@ class Margins:
 
     @property
     def least(self) -> float:
+        """The smallest of the three."""
         return min(self.logit, self.router, self.indexer)
 
     @property

@@ -39,6 +39,7 @@ class RoundOutput:
 
     @property
     def text(self) -> str:
+        """The pieces joined: the text that this round added."""
         return "".join(self.pieces)
 
 

@@ -86,6 +86,7 @@ def measure(requests: int, gamma: int, steps: int, repeats: int) -> dict[str, fl
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; see the module's text. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m dspark_jax.bench.schedule_step", description=__doc__)
     parser.add_argument("--requests", default="16,64,256", help="requests of an expert rank, separated by commas")
     parser.add_argument("--gamma", type=int, default=5, help="drafts of a block")

@@ -100,6 +100,7 @@ class ServeReport:
 
     @property
     def tokens(self) -> int:
+        """Tokens of all requests together."""
         return sum(r.tokens for r in self.served)
 
     @property
@@ -124,6 +125,7 @@ class ServeReport:
 
     @property
     def rounds(self) -> int:
+        """Rounds of all requests together."""
         return sum(r.rounds for r in self.served)
 
     @property

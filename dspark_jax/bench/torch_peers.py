@@ -66,6 +66,7 @@ def build(make: Callable[[], Any], job: dict) -> Any:
 
 
 def random_ids(job: dict, rows: int, count: int) -> Any:
+    """Token ids of shape (rows, count), on the job's device."""
     return torch.randint(job["config"]["vocab_size"], (rows, count), device=job["device"])
 
 
@@ -132,6 +133,7 @@ def deepseek_v4(job: dict) -> Iterator[dict]:
 
 
 def qwen3_model(job: dict) -> Any:
+    """transformers' Qwen3 of the job's configuration, with random weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM  # pyright: ignore[reportMissingImports]
 
     config = Qwen3Config(**job["config"], attn_implementation="sdpa")
@@ -209,6 +211,7 @@ def crop_to_lengths() -> None:
 
 
 def problem(error: BaseException) -> str:
+    """The error's class and the first line of what it says."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
 
 

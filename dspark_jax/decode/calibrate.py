@@ -49,6 +49,7 @@ class Rounds:
 
     @property
     def gamma(self) -> int:
+        """Drafts of a block."""
         return self.logits.shape[1]
 
     def __len__(self) -> int:

@@ -34,7 +34,9 @@ class Head(Protocol):
     """The end of a target: what a round needs of it behind the layers."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Channels of `logits`."""
+        ...
 
     def logits(self, hidden: Float[Array, "... d"]) -> Float32[Array, "... V"]:
         """Raw fp32 logits of the next token."""
@@ -59,7 +61,9 @@ class Drafter(Protocol):
     """A drafter: how it keeps the target's context and how it proposes a block."""
 
     @property
-    def block_size(self) -> int: ...
+    def block_size(self) -> int:
+        """Drafts of a block, gamma."""
+        ...
 
     def init_cache(self, slots: int, max_len: int) -> Cache:
         """State for `slots` requests of up to `max_len` positions."""

@@ -41,6 +41,7 @@ class Rows:
 
     @property
     def num_slots(self) -> int:
+        """R, the slots whose rows these are."""
         return self.start.shape[0]
 
     @property
@@ -55,6 +56,7 @@ class Rows:
 
     @property
     def lane_valid(self) -> Bool[Array, "R width"]:
+        """Which places of the lanes hold a row: the first `count` of each slot."""
         return jnp.arange(self.width) < self.count[:, None]
 
     def to_lanes(self, x: Shaped[Array, "B ..."]) -> Shaped[Array, "R width ..."]:

@@ -64,6 +64,7 @@ class WorkItem:
     final: Bool[Array, "R"]
 
     def rows(self) -> Rows:
+        """The item's tokens as rows in the padded form."""
         return padded_rows(self.token, self.start, self.count)
 
 

@@ -27,6 +27,7 @@ class DraftModelDrafter:
 
     @property
     def block_size(self) -> int:
+        """Drafts of a block, gamma."""
         return self.config.block_size
 
     def init_cache(self, slots: int, max_len: int) -> tuple[KeyValueCache, ...]:
@@ -46,6 +47,7 @@ class DraftModelDrafter:
         cache: tuple[KeyValueCache, ...],
         draft_noise: DraftNoise = draft_gumbel,
     ) -> Proposal:
+        """One pass over the block where there is a mask token, else a pass a draft; see `decode.protocols.Drafter`."""
         mask = self.config.mask_token_id
         if mask is None:
             return self._one_by_one(anchor, position, sampling, cache, draft_noise)

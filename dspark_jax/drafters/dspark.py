@@ -36,7 +36,9 @@ class Ends(Protocol):
     axis: str | None
     head: Any
 
-    def embed_streams(self, token: Int[Array, "..."]) -> Float[Array, "... n d"]: ...
+    def embed_streams(self, token: Int[Array, "..."]) -> Float[Array, "... n d"]:
+        """Embeddings of tokens, once for each of the n residual streams."""
+        ...
 
 
 class Stage(Block):
@@ -171,6 +173,7 @@ class DSparkDrafter:
 
     @property
     def block_size(self) -> int:
+        """Drafts of a block, gamma."""
         return self.stages.draft.block_size
 
     def init_cache(self, slots: int, max_len: int) -> tuple[Float[Array, "R n c"], ...]:
@@ -180,6 +183,7 @@ class DSparkDrafter:
         return tuple(jnp.zeros(shape, self.target.dtype) for _ in self.stages.mtp)
 
     def write_context(self, context: Float[Array, "B m*d"], rows: Rows, keep: Bool[Array, "B"], cache):
+        """Writes keys of the kept context rows into each stage's ring; see `decode.protocols.Drafter`."""
         keys_of = self.stages.projected_kv if self.projected else self.stages.context_kv
         keys = keys_of(context, rows.position)
         keep = rows.to_lanes(keep) & rows.lane_valid
@@ -197,6 +201,7 @@ class DSparkDrafter:
         cache,
         draft_noise: DraftNoise = draft_gumbel,
     ) -> Proposal:
+        """All stages in one pass over the block, then the head from left to right; see `decode.protocols.Drafter`."""
         window = self.stages.config.sliding_window
         history = [ring_history(ring, position, window) for ring in cache]
         visible = (position[:, None] - window + jnp.arange(window)) >= 0

@@ -27,6 +27,7 @@ class MarkovHead(nnx.Module):
         return jnp.zeros((rows, 0), jnp.float32)
 
     def embed(self, token: Int[Array, "B"]) -> Float[Array, "B r"]:
+        """`W1[x]`."""
         return self.markov_w1(token)
 
     def feature(
@@ -36,6 +37,7 @@ class MarkovHead(nnx.Module):
         return state, embedded
 
     def bias(self, feature: Float[Array, "B r"]) -> Float32[Array, "B V"]:
+        """What is added to the logits, fp32: `W2` times the feature."""
         return self.markov_w2(feature, jnp.float32)
 
 
@@ -63,6 +65,7 @@ class RNNHead(MarkovHead):
         self.joint_bias = nnx.Param(jnp.zeros((3 * rank,)))
 
     def start(self, rows):
+        """A state of zeros, of the head's rank."""
         return jnp.zeros((rows, self.rank), jnp.float32)
 
     def feature(self, state, embedded, hidden):
@@ -77,6 +80,7 @@ class NoHead(nnx.Module):
     """No sequential head: block positions are drafted independently (the DFlash form)."""
 
     def start(self, rows: int) -> Float32[Array, "B s"]:
+        """No state: of width 0."""
         return jnp.zeros((rows, 0), jnp.float32)
 
 

@@ -29,11 +29,17 @@ class DenseEnds(Protocol):
     dtype: Any
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        ...
 
-    def embed(self, token: Int[Array, "..."]) -> Float[Array, "... d"]: ...
+    def embed(self, token: Int[Array, "..."]) -> Float[Array, "... d"]:
+        """Embeddings of tokens."""
+        ...
 
-    def head(self, hidden: Float[Array, "... d"]) -> Float32[Array, "... V"]: ...
+    def head(self, hidden: Float[Array, "... d"]) -> Float32[Array, "... V"]:
+        """fp32 logits of rows behind a norm."""
+        ...
 
 
 class Standalone(nnx.Module):
@@ -91,6 +97,7 @@ class StandaloneDrafter:
 
     @property
     def block_size(self) -> int:
+        """Drafts of a block, gamma."""
         return self.model.config.block_size
 
     def init_cache(self, slots: int, max_len: int) -> tuple[KeyValueCache, ...]:
@@ -98,6 +105,7 @@ class StandaloneDrafter:
         return tuple(layer.self_attn.init_cache(slots, max_len, self.target.dtype) for layer in self.model.layers)
 
     def write_context(self, context: Float[Array, "B m*d"], rows: Rows, keep: Bool[Array, "B"], cache):
+        """Writes every layer's keys and values of the kept context rows; see `decode.protocols.Drafter`."""
         if self.projected:
             fused = self.model.hidden_norm(context.astype(self.target.dtype))
         else:
@@ -131,6 +139,7 @@ class StandaloneDrafter:
         cache: tuple[KeyValueCache, ...],
         draft_noise: DraftNoise = draft_gumbel,
     ) -> Proposal:
+        """One pass over the block, then the head from left to right; see `decode.protocols.Drafter`."""
         m = self.model
         hidden = self.hidden(anchor, position, cache)
         base = m.base_logits(self.target, hidden)

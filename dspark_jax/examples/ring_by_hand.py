@@ -24,6 +24,7 @@ MAX_TOKENS = 16
 
 
 def main() -> None:
+    """Runs the example; see the module's text."""
     mesh, name = mesh_and_model(__doc__)
     pipe, expert = mesh.shape[PIPE], mesh.shape[EXPERT]
 

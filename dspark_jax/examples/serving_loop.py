@@ -10,6 +10,7 @@ PROMPTS = ["def fib(n):", "The river", "import os\n", "class Queue:"]
 
 
 def main() -> None:
+    """Runs the example; see the module's text."""
     mesh, model = mesh_and_model(__doc__)
     # More requests than slots: the others wait. Prompt chunks no larger than a decoding round's rows make one program
     # instead of two; a real server takes larger chunks.

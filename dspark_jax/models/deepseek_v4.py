@@ -58,6 +58,7 @@ class DeepseekV4(nnx.Module):
 
     @property
     def vocab_size(self) -> int:
+        """Channels of `logits`."""
         return self.config.vocab_size
 
     def init_cache(self, slots: int, max_len: int, block: int) -> tuple[AttentionCache, ...]:
@@ -135,4 +136,5 @@ class DeepseekV4(nnx.Module):
 
 
 def tap(streams: Float[Array, "B n d"]) -> Float[Array, "B d"]:
+    """The mean of the residual streams: what a tapped layer hands to the drafter."""
     return jnp.mean(streams.astype(jnp.float32), axis=1).astype(streams.dtype)

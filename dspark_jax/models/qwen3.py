@@ -105,20 +105,24 @@ class GroupedAttention(nnx.Module):
         self.config = c
 
     def init_cache(self, slots: int, max_len: int, dtype: jnp.dtype) -> KeyValueCache:
+        """One layer's state for `slots` requests of up to `max_len` positions."""
         shape = (slots, self.config.num_key_value_heads, max_len + 1, self.config.head_dim)
         return KeyValueCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def query(self, x: Float[Array, "B d"], position: Int[Array, "B"]) -> Float[Array, "B h c"]:
+        """Normed (if the model does so) and rotated queries."""
         query = self._heads(self.q_proj(x))
         return self._rotated(query if self.q_norm is None else self.q_norm(query), position)
 
     def key_value(
         self, x: Float[Array, "B d"], position: Int[Array, "B"]
     ) -> tuple[Float[Array, "B k c"], Float[Array, "B k c"]]:
+        """Normed (if the model does so) and rotated keys, and values."""
         key, value = self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
         return self._rotated(key if self.k_norm is None else self.k_norm(key), position), value
 
     def output(self, heads: Float[Array, "B h c"]) -> Float[Array, "B d"]:
+        """The output projection of the heads together."""
         return self.o_proj(heads.reshape(heads.shape[0], -1))
 
     def __call__(
@@ -202,6 +206,7 @@ class Qwen3(nnx.Module):
 
     @property
     def vocab_size(self) -> int:
+        """Channels of `logits`."""
         return self.config.vocab_size
 
     def init_cache(self, slots: int, max_len: int, block: int) -> tuple[KeyValueCache, ...]:
@@ -224,6 +229,7 @@ class Qwen3(nnx.Module):
         return x, context, tuple(caches)
 
     def embed(self, token: Int[Array, "..."]) -> Float[Array, "... d"]:
+        """Embeddings in the model's dtype."""
         return self.model.embed_tokens(token).astype(self.dtype)
 
     def logits(self, hidden: Float[Array, "... d"]) -> Float32[Array, "... V"]:

@@ -30,6 +30,7 @@ class RankCost(NamedTuple):
 
     @property
     def total(self) -> float:
+        """All three together, in seconds."""
         return self.layers + self.head + self.drafter
 
 
@@ -53,6 +54,7 @@ class StagePlan:
 
     @property
     def pipe(self) -> int:
+        """P, the number of ranks."""
         return len(self.ranges)
 
     @property

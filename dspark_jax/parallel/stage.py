@@ -55,10 +55,12 @@ class PipelineSpec:
 
     @property
     def pipe(self) -> int:
+        """P, the number of ranks."""
         return len(self.ranges)
 
     @property
     def gamma(self) -> int:
+        """Drafts of a block; 0 without a drafter."""
         return self.draft.block_size if self.draft else 0
 
     @property
@@ -119,6 +121,7 @@ class PipeStage(nnx.Module):
 
     @property
     def vocab_size(self) -> int:
+        """Channels of `logits`."""
         return self.config.vocab_size
 
     @property
@@ -173,6 +176,7 @@ class V4Parts:
         self.spec = spec
 
     def stage(self, rank: int, rngs: nnx.Rngs) -> PipeStage:
+        """See `parts.Parts`."""
         return PipeStage(self.spec, rank, rngs=rngs)
 
     def name(self, rank: int, path: Path) -> Path:
@@ -183,6 +187,7 @@ class V4Parts:
         return path
 
     def origin(self, rank: int, path: Path) -> Path:
+        """See `parts.Parts`."""
         if path[0] == "taps":
             return ("draft", "mtp", 0, "main_proj", *path[2:])
         if path[0] == "layers":
@@ -201,6 +206,7 @@ class V4Parts:
         return expand_by_slot(value, placed.tables.slot_to_expert) if placed else value
 
     def partition(self, path: Path) -> PartitionSpec:
+        """See `parts.Parts`."""
         if "experts" in path or path[0] == "embed":
             return PartitionSpec(PIPE, EXPERT)
         return PartitionSpec(PIPE, None, EXPERT) if path[0] == "head" else PartitionSpec(PIPE)

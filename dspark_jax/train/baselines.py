@@ -152,6 +152,7 @@ def measure(corpus: Path, order: int = 5, max_tokens: int = 40_000_000) -> dict[
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command line; see the module's text. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m dspark_jax.train.baselines", description="Bits per byte to beat.")
     parser.add_argument("--corpus", type=Path, default=Path(".corpus"), help="folder of dspark_jax.train.corpus")
     parser.add_argument("--order", type=int, default=5, help="longest n-gram")

@@ -294,6 +294,7 @@ def build(config: CorpusConfig, out: Path, cache: Path, jobs: int = 2, archive: 
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command line; see the module's text. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m dspark_jax.train.corpus", description="Rebuild the nano corpus.")
     parser.add_argument("--out", type=Path, default=Path(".corpus"), help="output folder")
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="YAML table of packages")
