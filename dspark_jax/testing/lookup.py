@@ -49,10 +49,12 @@ class LookupTarget:
 
     @property
     def vocab_size(self) -> int:
+        """Number of tokens."""
         return self.table.shape[-1]
 
     @property
     def order(self) -> int:
+        """Tokens that a law depends on."""
         return self.table.ndim - 1
 
     def init_cache(self, slots: int, max_len: int, block: int) -> Int[Array, "R max_len"]:
@@ -154,6 +156,7 @@ class LookupDrafter:
 
     @property
     def block_size(self) -> int:
+        """Drafts of a block, gamma."""
         return self.table.shape[0]
 
     def conditional_acceptance(self, target: LookupTarget) -> np.ndarray:
@@ -161,6 +164,7 @@ class LookupDrafter:
         return np.minimum(_softmax(np.asarray(target.table)), _softmax(_representable(np.asarray(self.table)))).sum(-1)
 
     def init_cache(self, slots: int, max_len: int) -> LookupContext:
+        """An empty context of every slot."""
         del max_len
         return LookupContext(jnp.zeros((slots,), jnp.int32), jnp.zeros((slots,), jnp.int32))
 

@@ -31,6 +31,7 @@ class EarlyStop:
 
     @property
     def history(self) -> int:
+        """See `Scheduler`."""
         return 0
 
     def lengths(self, block: Block, axis: str | None = None) -> Int[Array, "R"]:

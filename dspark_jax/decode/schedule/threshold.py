@@ -28,6 +28,7 @@ class FixedLength:
 
     @property
     def history(self) -> int:
+        """See `Scheduler`."""
         return 0
 
     def lengths(self, block: Block, axis: str | None = None) -> Int[Array, "R"]:
@@ -54,6 +55,7 @@ class Threshold:
 
     @property
     def history(self) -> int:
+        """See `Scheduler`."""
         return 0
 
     def lengths(self, block: Block, axis: str | None = None) -> Int[Array, "R"]:
