@@ -376,6 +376,8 @@ class LM:
         return min(_power_of_two(max(asked)), MAX_LOGPROBS, self.config.vocab_size)
 
     def _use_drafts(self, speculate: bool | None) -> bool:
+        if not isinstance(speculate, bool | np.bool_ | None):  # "no" would count as yes
+            raise RequestError(f"speculate is {speculate!r}; expected True, False, or None: if there is a drafter")
         if speculate and self.draft_config is None:
             raise RequestError(
                 "speculate is True, but this model has no drafter (its checkpoint has no mtp.* stages, and none was"

@@ -55,6 +55,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,  # plain messages: one line that says what is wrong
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 app.add_typer(eplb_app, name="eplb")
 app.add_typer(bench_app, name="bench")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dspark_jax.cli_devices import EmulateOption, MeshOption, WeightsOption, chosen_mesh
-from dspark_jax.cli_guard import guarded
+from dspark_jax.cli_guard import check_out, guarded
 from dspark_jax.cli_loading import ChatOption, DrafterOption, DraftTokensOption, ModelOption, conversation, loading
 from dspark_jax.errors import ConfigError, RequestError
 from dspark_jax.parallel.distributed import requested
@@ -59,9 +59,7 @@ def calibrate(
     raise_all(RequestError, "sampling parameters", params.faults())
     chosen = read_prompts(prompts, kind)
     for option, path in (("--out", out), ("--recorded", recorded)):
-        if path is not None and not path.parent.is_dir():
-            where = str(path.parent)
-            raise RequestError(f"{option} {str(path)!r}: there is no folder {where!r}; make it, or choose another path")
+        check_out(option, path)
     if plot is not None:
         from dspark_jax.cli_bench import check_plot
 

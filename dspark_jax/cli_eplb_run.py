@@ -51,6 +51,9 @@ def collect(
     """Answer prompts, and record how many rows each expert gets, by iteration and layer."""
     params, texts = _requests(prompts, kind, max_tokens, temperature, seed)
     window = EVERY if iterations is None else _window(iterations)
+    above = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not above.is_dir():
+        raise RequestError(f"--out {str(out)!r}: {str(above)!r} is a file; expected a folder, made where it is missing")
     shape, devices = chosen_mesh(mesh, emulate_devices)
     check_processes(devices)
     from dspark_jax.serve.engine import Engine

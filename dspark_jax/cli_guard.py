@@ -4,9 +4,10 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
-from dspark_jax.errors import DSparkError, is_out_of_memory
+from dspark_jax.errors import DSparkError, RequestError, is_out_of_memory
 
 BAD_INPUT, INTERRUPTED = 2, 130
 
@@ -15,6 +16,16 @@ def stop(message: str, code: int) -> NoReturn:
     """Prints `message` and exits with `code`."""
     print(f"dspark-jax: {message}", file=sys.stderr)
     raise SystemExit(code)
+
+
+def check_out(option: str, path: Path | None) -> None:
+    """Raises RequestError, before anything runs, for an output file that could not be written."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise RequestError(f"{option} {str(path)!r}: there is no folder {str(path.parent)!r}; make it, or choose another path")
+    if path.is_dir():
+        raise RequestError(f"{option} {str(path)!r} is a folder; expected the path of a file")
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:

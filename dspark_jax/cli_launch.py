@@ -34,6 +34,8 @@ def launch(
 ) -> None:
     """Run a command in several processes that share one mesh. Process 0 reads and prints; if one fails, all end."""
     local = _local_devices(processes, mesh, emulate_devices)
+    if command[0] == "launch":
+        raise ConfigError("launch: the command is 'launch' again; expected one that runs a model, such as generate")
     if mesh is not None and not is_script(command[0]):
         command = [*command, "--mesh", mesh]
     if emulate_devices is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dspark_jax.cli_devices import EmulateOption, MeshOption, PlacementOption, WeightsOption, chosen_mesh, stage_ranges
-from dspark_jax.cli_guard import guarded
+from dspark_jax.cli_guard import check_out, guarded
 from dspark_jax.cli_loading import DrafterOption, DraftTokensOption, ModelOption, loading
 from dspark_jax.errors import ConfigError, RequestError, raise_all
 from dspark_jax.parallel.distributed import requested
@@ -44,8 +44,7 @@ def profile(
 
     if plot is not None:
         check_plot(plot)
-    if out is not None and not out.parent.is_dir():
-        raise RequestError(f"--out {str(out)!r}: there is no folder {str(out.parent)!r}; make it, or choose another path")
+    check_out("--out", out)
     display = Display()
     if read is not None:
         given = {"--out": out, "--buckets": buckets, "--slots": slots, "--mesh": mesh, "--placement": placement}

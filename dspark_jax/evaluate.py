@@ -15,7 +15,7 @@ from dspark_jax.api import LM
 from dspark_jax.cli_display import first_difference
 from dspark_jax.cli_engine import Generator
 from dspark_jax.decode.sampling import SamplingParams
-from dspark_jax.errors import RequestError, raise_all
+from dspark_jax.errors import RequestError, described, raise_all
 from dspark_jax.near_tie import Margins, margins
 from dspark_jax.results import Completion
 
@@ -132,14 +132,14 @@ class Evaluation:
         }
 
 
-def read_prompts(path: Path, kind: str | None = None) -> list[EvalPrompt]:
+def read_prompts(path: str | Path, kind: str | None = None) -> list[EvalPrompt]:
     """Prompts of a JSONL file: one object a line with "prompt" and, if you like, "kind"; `kind` keeps one kind only. Lines
     of DeepSpec's form, with "turns", give their first turn.
 
     Raises RequestError that names every faulty line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(): JSON allows U+2028 within a text
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # not splitlines(): JSON allows U+2028 within a text
     except UnicodeDecodeError as error:
         problem = f"is not UTF-8 text ({error.reason} at byte {error.start}); convert it"
         raise RequestError(f"prompt file {str(path)!r} {problem}") from None
@@ -158,8 +158,10 @@ def read_prompts(path: Path, kind: str | None = None) -> list[EvalPrompt]:
         if prompt is None and isinstance(value, dict) and isinstance(turns := value.get("turns"), list) and turns:
             prompt = turns[0]
         label = value.get("kind", "") if isinstance(value, dict) else ""
-        if not isinstance(prompt, str) or not prompt:
+        if prompt is None:
             faults.append(f'line {number} has no "prompt"; expected a text that is not empty, or "turns" that begin with one')
+        elif not isinstance(prompt, str) or not prompt:
+            faults.append(f"line {number}: the prompt is {described(prompt)}; expected a text that is not empty")
         elif not isinstance(label, str):
             faults.append(f"line {number}: kind is {label!r}; expected a text")
         else:
@@ -215,6 +217,9 @@ def evaluate(
         raise RequestError(
             "the model has no drafter, so there is no acceptance to measure; choose one with mtp.* stages"
         )
+    odd = next((p for p in prompts if not isinstance(p, EvalPrompt)), None)
+    if odd is not None:
+        raise RequestError(f"prompts holds {described(odd)}; expected EvalPrompt objects, as in [EvalPrompt(text)]")
     texts = [p.prompt if p.ids is None else p.ids for p in prompts]
     each = [replace(params, seed=(params.seed + i) % 2**32) for i in range(len(texts))]
     size = batch if isinstance(lm, LM) else len(texts)  # an engine takes the next prompt when one of its slots is free

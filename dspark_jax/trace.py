@@ -101,8 +101,10 @@ def trace_rounds(
 ) -> list[RoundTrace]:
     """Decodes `prompt` round by round as `generate` does, at most `rounds` rounds, and keeps what each of them saw.
 
-    Raises RequestError as `generate` does, and for a model without a drafter or with coupled verification.
+    Raises RequestError as `generate` does, for rounds below 1, and for a model without a drafter or with coupled verification.
     """
+    if not (isinstance(rounds, int) and rounds >= 1):
+        raise RequestError(f"rounds is {rounds!r}; expected an integer >= 1")
     if lm.draft_config is None:
         raise RequestError("the model has no drafter, so its rounds have nothing to show; choose one with mtp.* stages")
     if lm.verify != REJECTION:

@@ -18,8 +18,11 @@ from dspark_jax.cli_guard import guarded
 from dspark_jax.config import DraftConfig, TargetConfig
 from dspark_jax.eplb.config import load_config
 from dspark_jax.errors import CheckpointError, ConfigError, DeviceMemoryError, DSparkError, RequestError
+from dspark_jax.evaluate import evaluate
 from dspark_jax.parallel.mesh import make_mesh
 from dspark_jax.parallel.mesh_config import MeshConfig, load_mesh
+from dspark_jax.testing import LookupDrafter, LookupTarget
+from dspark_jax.trace import trace_rounds
 from helpers.lookup_lm import agreeing, alphabet, lookup_config, lookup_lm
 
 FILES = {
@@ -41,6 +44,13 @@ FILES = {
     "bare/config.json": '{"model_type": "deepseek_v4"}',
     "statistics/readme": "",
     "long.txt": "word = 1\n" * 1000,
+    "number.jsonl": '{"prompt": 3}\n["a"]\n',
+    "text.yaml": "2x4\n",
+    "bool.yaml": "pipe: true\nexpert: 8\n",
+    "stage.yaml": "pipe: 2\nexpert: 4\nstages: [1, x]\n",
+    "layer.yaml": "num_slots: 16\ninitial_global_assignments:\n  zero: [1]\n",
+    "lots.yaml": "num_slots: lots\n",
+    "hot.json": '{"temperatures": "hot"}',
 }
 
 
@@ -88,6 +98,16 @@ COMMANDS = {
     f"{B} --rate 0": "rate = 0.0; expected a finite number of requests a second > 0",
     "profile --buckets 8,x": "--buckets is '8,x'; expected positive numbers of rows",
     "eplb collect --prompts prompts.jsonl --out o --iterations 5-2": "--iterations is '5-2'; expected \"START-STOP\"",
+    f"{A} --max-tokens 100000000000": "max_tokens = 100000000000; expected an integer >= 1 and below 2**31",
+    f"{A} --mesh text.yaml": "text.yaml: holds '2x4'; expected the keys pipe, expert",
+    f"{A} --mesh bool.yaml": "bool.yaml: pipe is True; expected an integer of at least 1",
+    f"{A} --mesh stage.yaml": "stage.yaml: stages is [1, 'x']; expected layer ranges such as 0-20,21-42",
+    f"{A} {MESH} layer.yaml": "initial_global_assignments['zero']: the key is no layer index",
+    f"{A} {MESH} lots.yaml": "num_slots is 'lots'; expected an integer",
+    f"{A} --scheduler threshold:2": "threshold is 2.0; expected a number <= 1",
+    f"{A} --scheduler threshold:0.5 --temperatures hot.json": "temperatures is 'hot'; expected a list of finite numbers",
+    f"{B} --rate nan": "rate = nan; expected a finite number of requests a second > 0",
+    "bench mesh --parts smok": "--parts has 'smok'; expected some of smoke, equality",
     # what is missing, and what does not go together
     "generate": "expected exactly one of --prompt and --prompt-file, got neither",
     "evaluate": "Missing option '--prompts'",
@@ -95,7 +115,15 @@ COMMANDS = {
     f"{A} --logprobs 3": "--logprobs has nowhere to appear in the text; add --json",
     f"{A} --scheduler stale-size": "give a file of them",
     f"{A} --placement few.yaml": "add --mesh, such as --mesh 1x2",
+    f"{A} --draft-tokens 3": "draft_tokens is 3, without a drafter whose drafts it could count; leave it out",
+    f"{A} --drafter statistics": "drafters with files of their own are for dense targets",
+    f"{A} --chat": "--chat needs a model with a chat template, and there is none; leave it out",
+    "launch --processes 2 -- launch --processes 2 -- generate": "expected one that runs a model, such as generate",
     # missing and damaged files
+    "evaluate --prompts number.jsonl": "line 1: the prompt is 3 (int); expected a text that is not empty",
+    "calibrate --prompts prompts.jsonl --out statistics": "--out 'statistics' is a folder; expected the path of a file",
+    "profile --out statistics": "--out 'statistics' is a folder; expected the path of a file",
+    "eplb collect --prompts prompts.jsonl --out prompts.jsonl/x": "prompts.jsonl' is a file; expected a folder",
     "generate --prompt-file absent.txt": "--prompt-file 'absent.txt' cannot be read: No such file",
     f"{A} --model broken": "broken/config.json: not valid JSON",
     f"{A} --model v41": "'deepseek_v41' (V4.1 is another architecture",
@@ -263,6 +291,20 @@ WRONG_MODELS = {
     "log-probabilities": (lambda: Engine("nano", max_logprobs=50), ConfigError, "logprobs is 50; expected None (off) or 0"),
     "stages": (lambda: Engine("nano", mesh=make_mesh(2, 1), stages="1,2"), ConfigError, "[1, 2] sum to 3; the model has 6"),
     "window": (lambda: Engine("nano", count_experts=(5, 2)), DSparkError, "the window of iterations is [5, 2)"),
+    "chunk as text": (lambda: Engine("nano", chunk="x"), ConfigError, "chunk is 'x' (str); expected an integer"),
+    "half a round": (lambda: Engine("nano", rounds_per_call=1.5), ConfigError, "rounds_per_call is 1.5 (float); expected an"),
+    "log-probabilities as text": (lambda: Engine("nano", max_logprobs="x"), ConfigError, "max_logprobs is 'x' (str); expected"),
+    "drafting as text": (lambda: Engine("nano", speculate="no"), ConfigError, "speculate is 'no' (str); expected True or"),
+    "buckets as text": (lambda: Engine("nano", buckets="8"), ConfigError, "buckets is '8' (str); expected a list of numbers"),
+    "a window of a number": (lambda: Engine("nano", count_experts=3), ConfigError, "count_experts is 3 (int); expected the"),
+    "stages of numbers": (lambda: Engine("nano", stages=[1, 2]), ConfigError, 'stages is [1, 2] (list); expected "0-20,21-42"'),
+    "drafter of a number": (lambda: Engine("nano", drafter=3), CheckpointError, "drafter is 3 (int); expected the name"),
+    "profile of a number": (
+        lambda: load("nano", scheduler="early-stop", profile=3), ConfigError, "profile is 3 (int); expected the path of a file"
+    ),
+    "temperatures in a list": (
+        lambda: load("nano", scheduler="fixed:1", temperatures=[1, 2]), ConfigError, "temperatures is [1, 2] (list); expected"
+    ),
     "too many drafts": (lambda: Engine("nano", scheduler="fixed:9"), ConfigError, "fixed length is 9; expected 0 … 5"),
     "scheduler": (lambda: load("nano", scheduler=3), ConfigError, "scheduler is 3; expected a Schedule, or one of"),
     "target": (lambda: TargetConfig(**{**vars(lookup_config()), "hidden_size": "8"}), ConfigError, "hidden_size is '8'"),
@@ -299,6 +341,20 @@ def test_requests_raise_precisely(name, lm):
     prompts, params, said = REQUESTS[name]
     with pytest.raises(RequestError, match=re.escape(said)):
         lm.generate(prompts, params)
+
+
+def test_what_examines_a_model_raises_precisely(lm):
+    with pytest.raises(RequestError, match="speculate is 'no'; expected True, False, or None"):
+        lm.generate(["a"], speculate="no")
+    with pytest.raises(RequestError, match="rounds is 0; expected an integer >= 1"):
+        trace_rounds(lm, "a", rounds=0)
+    with pytest.raises(RequestError, match=r"prompts holds 'a' \(str\); expected EvalPrompt objects"):
+        evaluate(lm, ["a"], SamplingParams())  # type: ignore[list-item]
+    for sizes, said in (({"vocab": 0}, "vocab = 0"), ({"vocab": 4, "order": 3}, "order = 3; expected 1 or 2")):
+        with pytest.raises(ValueError, match=said):
+            LookupTarget.random(**sizes)
+    with pytest.raises(ValueError, match="block_size = 0; expected an integer >= 1"):
+        LookupDrafter.random(vocab=4, block_size=0)
 
 
 def test_drafting_without_a_drafter_and_unknown_parameters():

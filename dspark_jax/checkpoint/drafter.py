@@ -17,7 +17,7 @@ from dspark_jax.checkpoint.values import Values, deferred
 from dspark_jax.config import read_json
 from dspark_jax.config_dense import DenseConfig
 from dspark_jax.config_drafter import DRAFT_TOKENS, DraftModelConfig, SeparateConfig, StandaloneConfig, drafter_from_hf
-from dspark_jax.errors import CheckpointError, ConfigError, raise_all
+from dspark_jax.errors import CheckpointError, ConfigError, described, raise_all
 
 SHIPPED = Path(__file__).parents[1] / "assets" / "drafters"
 
@@ -45,6 +45,8 @@ def drafter_path(drafter: str | Path) -> Path:
 
     Raises CheckpointError that lists the shipped drafters.
     """
+    if not isinstance(drafter, str | Path):
+        raise CheckpointError(f"drafter is {described(drafter)}; expected the name of a shipped drafter or a path")
     path = Path(drafter)
     if str(drafter) in (names := shipped_drafters()):
         return SHIPPED / path

@@ -84,7 +84,7 @@ class SamplingParams:
         if not (_is_int(self.seed) and 0 <= self.seed < 2**32):
             found.append(f"seed = {self.seed!r}; expected an integer in [0, 2**32)")
         if not (_is_int(self.max_tokens) and 1 <= self.max_tokens < 2**31):
-            found.append(f"max_tokens = {self.max_tokens!r}; expected an integer >= 1")
+            found.append(f"max_tokens = {self.max_tokens!r}; expected an integer >= 1 and below 2**31")
         if not isinstance(self.stop_token_ids, tuple | list):
             found.append(f"stop_token_ids = {self.stop_token_ids!r}; expected a list of token ids")
         else:

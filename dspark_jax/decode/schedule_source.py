@@ -20,7 +20,7 @@ from dspark_jax.decode.calibration_file import Calibration, head_digest, read_ca
 from dspark_jax.decode.profile_table import Fingerprint, ProfileTable, read_profile
 from dspark_jax.decode.schedule import EarlyStop, FixedLength, Ordered, Schedule, Scheduler, StaleRate, StaleSize, Threshold
 from dspark_jax.eplb.placement import Placement
-from dspark_jax.errors import ConfigError, raise_all
+from dspark_jax.errors import ConfigError, described, raise_all
 from dspark_jax.parallel.mesh import EXPERT, PIPE
 
 FORMS = "fixed:LENGTH, threshold:CONFIDENCE, early-stop, stale-size[:LAG] or stale-rate[:LAG]"
@@ -188,9 +188,12 @@ def schedule_source(
     if name in _WEIGHING and profile is None and not measure:
         faults.append(f"{name} weighs tokens against step times; give a file of them (profile)")
     found: dict[str, Any] = {}
+    name_of = {"table": "profile", "calibration": "temperatures"}
     readers = (("table", profile, read_profile), ("calibration", temperatures, read_calibration))
     for key, path, read in readers:
         try:
+            if not isinstance(path, str | Path | None):
+                raise ConfigError(f"{name_of[key]} is {described(path)}; expected the path of a file")
             found[key] = None if path is None else read(Path(path))
         except ConfigError as error:
             faults.append(str(error))

@@ -15,7 +15,7 @@ from dspark_jax.decode.schedule_source import ScheduleSource, fingerprint_of
 from dspark_jax.decode.verify import verify_faults
 from dspark_jax.eplb.collect import ExpertCounter
 from dspark_jax.eplb.validation import PlacementSource, resolve_placement
-from dspark_jax.errors import ConfigError, raise_all
+from dspark_jax.errors import ConfigError, described, raise_all
 from dspark_jax.parallel.mesh import EXPERT, PIPE
 from dspark_jax.parallel.planner import StagePlan, given_stages, plan_stages
 from dspark_jax.parallel.ring import Ring, RingConfig
@@ -68,6 +68,7 @@ def build(
     per_batch, faults = slot_counts(8 * pipe * expert if slots is None else slots, pipe, expert)
     if max_len is not None and not isinstance(max_len, int | np.integer):
         faults = [*faults, f"max_len is {max_len!r}; expected a number of positions"]
+    faults += _type_faults(chunk, rounds_per_call, max_logprobs, speculate, buckets, count_experts, stages)
     raise_all(ConfigError, "engine", [*faults, *verify_faults(verify)])
     placed = None if placement is None else resolve_placement(placement, expert_layers(model, speculate), expert)
     read = read_model(model, mesh, dtype, weights, numerics, drafter, draft_tokens)
@@ -100,6 +101,33 @@ def build(
         buckets=None if buckets is None else tuple(buckets), verify=verify,
     )  # fmt: skip
     return Built(read, plan, Ring(spec, read.params, mesh, sizes), scheduler, counter)
+
+
+def _type_faults(
+    chunk: Any, rounds_per_call: Any, max_logprobs: Any, speculate: Any, buckets: Any, window: Any, stages: Any
+) -> list[str]:
+    """Wrong types of what the ring and the planner calculate with."""
+
+    def whole(value: Any) -> bool:
+        return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+    def numbers(value: Any) -> bool:
+        return isinstance(value, Sequence | np.ndarray) and all(whole(n) for n in value)
+
+    def ranges(value: Any) -> bool:
+        return isinstance(value, Sequence) and all(numbers(pair) and len(pair) == 2 for pair in value)
+
+    counted = {"chunk": chunk, "rounds_per_call": rounds_per_call, "max_logprobs": 0 if max_logprobs is None else max_logprobs}
+    faults = [f"{name} is {described(value)}; expected an integer" for name, value in counted.items() if not whole(value)]
+    if not isinstance(speculate, bool | np.bool_):
+        faults.append(f"speculate is {described(speculate)}; expected True or False")
+    if buckets is not None and not numbers(buckets):
+        faults.append(f"buckets is {described(buckets)}; expected a list of numbers of rows")
+    if window is not None and not (numbers(window) and len(window) == 2):
+        faults.append(f"count_experts is {described(window)}; expected the first iteration and the first not to count")
+    if stages is not None and not isinstance(stages, str) and not ranges(stages):
+        faults.append(f'stages is {described(stages)}; expected "0-20,21-42", "21,22" or [(0, 21), (21, 43)]')
+    return faults
 
 
 def _expert_counter(spec: PipelineSpec, window: tuple[int, int]) -> ExpertCounter:

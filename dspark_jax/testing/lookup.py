@@ -25,6 +25,12 @@ def _representable(table: np.ndarray) -> np.ndarray:
     return np.asarray(jnp.asarray(shifted, jnp.bfloat16).astype(jnp.float32))
 
 
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if not (isinstance(value, int) and value >= 1):
+            raise ValueError(f"{name} = {value!r}; expected an integer >= 1")
+
+
 def _softmax(x: np.ndarray) -> np.ndarray:
     x = np.exp(np.asarray(x, np.float64) - np.max(x, axis=-1, keepdims=True))
     return x / x.sum(axis=-1, keepdims=True)
@@ -44,6 +50,9 @@ class LookupTarget:
     @classmethod
     def random(cls, vocab: int, order: int = 1, scale: float = 1.5, seed: int = 0) -> "LookupTarget":
         """Normal logits with standard deviation `scale`, rounded to bf16 so that a drafter can match them exactly."""
+        _check_sizes(vocab=vocab, order=order)
+        if order > 2:
+            raise ValueError(f"order = {order!r}; expected 1 or 2, the tokens that a law depends on")
         table = np.random.default_rng(seed).normal(0, scale, (vocab,) * (order + 1))
         return cls(jnp.asarray(_representable(table)))
 
@@ -110,6 +119,7 @@ class LookupDrafter:
     @classmethod
     def random(cls, vocab: int, block_size: int, scale: float = 1.5, seed: int = 1) -> "LookupDrafter":
         """Tables of normal logits; the confidences say nothing (0)."""
+        _check_sizes(vocab=vocab, block_size=block_size)
         table = np.random.default_rng(seed).normal(0, scale, (block_size, vocab, vocab))
         return cls(jnp.asarray(_representable(table)), jnp.zeros((block_size, vocab), jnp.float32))
 
