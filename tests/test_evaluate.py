@@ -53,7 +53,8 @@ def test_prompt_files_of_deepspec_give_their_first_turns(tmp_path: Path):
     with pytest.raises(RequestError) as error:
         read_prompts(file)
     expected = 'has no "prompt"; expected a text that is not empty, or "turns"'
-    assert all(f"line {n} {expected}" in str(error.value) for n in (1, 2, 3))
+    assert all(f"line {n} {expected}" in str(error.value) for n in (1, 3))
+    assert "line 2: the prompt is 3 (int); expected a text" in str(error.value)
 
 
 @pytest.mark.long
@@ -207,7 +208,7 @@ def test_differences_are_printed(spelling: LM, monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("text", "messages"),
     [
-        ('{"prompt": "a"}\nnonsense\n{"prompt": 3}\n[1]', ["line 2 is not JSON", "line 3 has no", "line 4 has no"]),
+        ('{"prompt": "a"}\nnonsense\n{"prompt": 3}\n[1]', ["line 2 is not JSON", "line 3: the prompt is 3", "line 4 has no"]),
         ('{"prompt": "a", "kind": 3}', ["line 1: kind is 3"]),
         ('{"prompt": "a", "kind": "code"}', ["no prompt of kind 'prose' (there are: code)"]),
         ("", ["holds no prompt; expected at least one"]),

@@ -68,7 +68,7 @@ def build(
     per_batch, faults = slot_counts(8 * pipe * expert if slots is None else slots, pipe, expert)
     if max_len is not None and not isinstance(max_len, int | np.integer):
         faults = [*faults, f"max_len is {max_len!r}; expected a number of positions"]
-    faults += _type_faults(chunk, rounds_per_call, max_logprobs, speculate, buckets, count_experts, stages)
+    faults = [*faults, *_type_faults(chunk, rounds_per_call, max_logprobs, speculate, buckets, count_experts, stages)]
     raise_all(ConfigError, "engine", [*faults, *verify_faults(verify)])
     placed = None if placement is None else resolve_placement(placement, expert_layers(model, speculate), expert)
     read = read_model(model, mesh, dtype, weights, numerics, drafter, draft_tokens)
