@@ -108,6 +108,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[int, list[tuple[float, float
     found["fingerprint"] = None if table.fingerprint is None else vars(table.fingerprint)
     found["draft"] = {"requests": list(table.draft.points), "seconds": list(table.draft.seconds)}
     found["verify"] = {"rows": list(table.verify.points), "seconds": list(table.verify.seconds), "between": table.verify.rule}
+    found["plain"] = table.plain and {"requests": list(table.plain.points), "seconds": list(table.plain.seconds)}
     return found, _table_rates(table)
 
 
@@ -134,7 +135,12 @@ def _show(display, found: dict[str, Any], rates: dict[int, list[tuple[float, flo
         table.add_row(str(rows), *("" if rate is None else f"{1e3 / rate:.3f} ms" for rate in times))
     draft = dict(zip(found["draft"]["requests"], found["draft"]["seconds"], strict=True))
     table.add_row("drafting", *(f"{1e3 * draft.get(requests, 0):.3f} ms" for requests in rates))
+    plain = found["plain"] and dict(zip(found["plain"]["requests"], found["plain"]["seconds"], strict=True))
+    if plain:
+        table.add_row("plain", *(f"{1e3 * plain[requests]:.3f} ms" if requests in plain else "" for requests in rates))
     display.out.print(table)
+    if not plain:
+        display.out.print("Without the times of plain steps: with this table stale-size and stale-rate always draft, never rest.")
     if measured:
         display.out.print(
             f"A step of all pipe ranks, by rows of an expert rank. Drafting is what it adds; target and drafter added up are"

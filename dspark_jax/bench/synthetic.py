@@ -54,6 +54,10 @@ class SyntheticDrafter:
     def choices(self) -> Any:
         return self.inner.choices
 
+    @choices.setter
+    def choices(self, value: Any) -> None:
+        self.inner.choices = value
+
     def init_cache(self, slots: int, max_len: int) -> _Counted:
         zero = jnp.zeros((slots,), jnp.int32)
         return _Counted(self.inner.init_cache(slots, max_len), zero, zero)

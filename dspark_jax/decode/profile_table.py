@@ -1,7 +1,7 @@
 """Measured step times: files, checks, and the curve that schedulers look up.
 
-Three forms are read. Our own has the seconds of a step by bucket of verified rows and of a draft by requests, with a
-fingerprint of what was measured. SGLang's rate form has steps a second by tokens of the batch (floor look-up), its
+Three forms are read. Our own has the seconds of a step by bucket of verified rows, of a draft by requests and of a plain step
+by requests (not in files of earlier versions), with a fingerprint of what was measured. SGLang's rate form has steps a second by tokens of the batch (floor look-up), its
 additive form T(requests, drafts) = bias + alpha(requests) + theta(requests + drafts), linear between the points. Facts:
 docs/scheduling.md.
 """
@@ -26,6 +26,7 @@ from dspark_jax.errors import ConfigError, raise_all
 FORMAT, VERSION = "dspark-jax step times", 1
 AGAIN = "measure a table for this model, mesh and placement"
 _OWN = ("format", "version", "fingerprint", "draft", "verify")
+_PLAIN = "plain"  # the key that files of earlier versions do not have
 _RATES = ("sample_batch_tokens", "sample_steps_per_sec", "max_batch_tokens")
 _ADDITIVE = ("bias_seconds", "bs_probes", "alpha_seconds", "m_probes", "theta_seconds")
 
@@ -107,12 +108,15 @@ class ProfileTable:
       draft: seconds that the number of requests adds.
       max_rows: the most rows of a step; None where the file names no limit.
       fingerprint: what was measured; None in the forms that do not say.
+      plain: seconds of a step without drafting over the requests' anchors alone; None in files of earlier versions and in
+        the foreign forms, with which schedulers never rest.
     """
 
     verify: Curve
     draft: Curve
     max_rows: int | None = None
     fingerprint: Fingerprint | None = None
+    plain: Curve | None = None
 
     def cost(self, requests: int, rows: int) -> StepCost:
         """The table for schedulers of up to `requests` requests and `rows` rows; it ends where the file does."""
@@ -120,6 +124,7 @@ class ProfileTable:
         return StepCost(
             rows=tuple(self.verify.at(n) for n in range(end + 1)),
             requests=tuple(self.draft.at(n) for n in range(requests + 1)),
+            plain=self.plain and tuple(self.plain.at(n) for n in range(requests + 1)),
         )
 
     def check(self, expected: Fingerprint, *, unsigned: bool = False, source: str = "step times") -> None:
@@ -149,16 +154,25 @@ class ProfileTable:
             "draft": {"requests": self.draft.points, "seconds": self.draft.seconds},
             "verify": {"rows": self.verify.points, "seconds": self.verify.seconds},
         }
+        if self.plain is not None:
+            value[_PLAIN] = {"requests": self.plain.points, "seconds": self.plain.seconds}
         part = path.with_name(path.name + ".part")
         part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
         os.replace(part, path)
 
 
-def measured(verify: Mapping[int, float], draft: Mapping[int, float], fingerprint: Fingerprint) -> ProfileTable:
-    """A table from seconds by bucket and by requests."""
-    stairs = Curve(tuple(sorted(verify)), tuple(verify[n] for n in sorted(verify)), "stairs")
-    line = Curve(tuple(sorted(draft)), tuple(draft[n] for n in sorted(draft)), "linear")
-    return ProfileTable(stairs, line, stairs.points[-1], fingerprint)
+def measured(
+    verify: Mapping[int, float], draft: Mapping[int, float], fingerprint: Fingerprint, plain: Mapping[int, float] | None = None
+) -> ProfileTable:
+    """A table from seconds by bucket, by requests, and of plain steps by requests."""
+
+    def curve(seconds: Mapping[int, float], rule: Rule) -> Curve:
+        return Curve(tuple(sorted(seconds)), tuple(seconds[n] for n in sorted(seconds)), rule)
+
+    stairs = curve(verify, "stairs")
+    return ProfileTable(
+        stairs, curve(draft, "linear"), stairs.points[-1], fingerprint, curve(plain, "linear") if plain else None
+    )
 
 
 def read_profile(path: Path) -> ProfileTable:
@@ -177,6 +191,8 @@ def read_profile(path: Path) -> ProfileTable:
     if not set(keys) & set(value):
         known = "; ".join(", ".join(form[0]) for form in forms)
         raise ConfigError(f"{path}: is no table of step times; expected an object with the keys of one form: {known}")
+    if keys is _OWN and _PLAIN in value:
+        keys = (*keys, _PLAIN)
     found = list(key_faults(value, keys))
     raise_all(ConfigError, str(path), found or list(faults(value)))
     return make(value)
@@ -195,7 +211,9 @@ def _own_faults(value: Mapping[str, Any]) -> Iterator[str]:
         yield f"format is {value['format']!r:.60}; expected {FORMAT!r}"
     if value["version"] != VERSION:
         yield f"version is {value['version']!r:.60}; this release reads version {VERSION}: {AGAIN}"
-    for section, points in (("draft", "requests"), ("verify", "rows")):
+    for section, points in (("draft", "requests"), ("verify", "rows"), (_PLAIN, "requests")):
+        if section not in value:  # a file of an earlier version
+            continue
         part = value[section]
         if not isinstance(part, dict):
             yield f"{section} is {part!r:.60}; expected an object with {points} and seconds"
@@ -203,7 +221,7 @@ def _own_faults(value: Mapping[str, Any]) -> Iterator[str]:
         missing = list(key_faults(part, (points, "seconds"), f"{section}."))
         yield from missing
         if not missing:
-            above = section == "verify"
+            above = section != "draft"
             yield from _curve_faults(f"{section}.", (points, part[points]), ("seconds", part["seconds"]), above_zero=above)
     print_of, names = value["fingerprint"], tuple(f.name for f in dataclasses.fields(Fingerprint))
     if not isinstance(print_of, dict):
@@ -217,7 +235,9 @@ def _own(value: Any) -> ProfileTable:
     verify, draft = value["verify"], value["draft"]
     stairs = Curve(_ints(verify["rows"]), _floats(verify["seconds"]), "stairs")
     line = Curve(_ints(draft["requests"]), _floats(draft["seconds"]), "linear")
-    return ProfileTable(stairs, line, stairs.points[-1], Fingerprint(**value["fingerprint"]))
+    own = value.get(_PLAIN)
+    plain = own and Curve(_ints(own["requests"]), _floats(own["seconds"]), "linear")
+    return ProfileTable(stairs, line, stairs.points[-1], Fingerprint(**value["fingerprint"]), plain)
 
 
 def _rate_faults(value: Mapping[str, Any]) -> Iterator[str]:

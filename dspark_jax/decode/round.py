@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.decode import noise
 from dspark_jax.decode.logprobs import committed_logprobs
-from dspark_jax.decode.protocols import Drafter, Head, Target
+from dspark_jax.decode.protocols import Drafter, Head, Proposal, Target
+from dspark_jax.decode.rest import draft_unless
 from dspark_jax.decode.rows import Rows, mask_rows
 from dspark_jax.decode.sampling import SamplingParams, SamplingState
 from dspark_jax.decode.schedule import Schedule
@@ -86,13 +87,10 @@ def tick(
     rows = item.rows()
     with jax.named_scope("target"):
         hidden, context, target_cache = target.forward(rows, state.target_cache)
-    requests, draft_cache, emission = advance(
-        target, drafter, state.requests, state.draft_cache, item, rows, hidden, context, max_len, logprobs, verify
-    )
-    stale: Any = state.stale
-    if schedule and drafter:
-        with jax.named_scope("schedule"):
-            requests, stale = schedule.step(requests, emission.count, stale, axis)
+    requests, draft_cache, stale, emission = advance(
+        target, drafter, state.requests, state.draft_cache, state.stale, item, rows, hidden, context, max_len, logprobs,
+        schedule, axis, verify,
+    )  # fmt: skip
     return DecodeState(requests, target_cache, draft_cache, stale), emission
 
 
@@ -101,16 +99,21 @@ def advance(
     drafter: Drafter | None,
     requests: Requests,
     draft_cache: Any,
+    stale: Any,
     item: WorkItem,
     rows: Rows,
     hidden: Float[Array, "B d"],
     context: Float[Array, "B dc"],
     max_len: int,
     logprobs: int | None = None,
+    schedule: Schedule | None = None,
+    axis: str | None = None,
     verify: str = REJECTION,
-) -> tuple[Requests, Any, Emission]:
-    """What follows the target's layers: verify, commit, write the context, draft. Slot r owns lane r of `draft_cache`.
+) -> tuple[Requests, Any, Any, Emission]:
+    """What follows the target's layers: verify, commit, write the context, draft, choose lengths. Slot r owns lane r of
+    `draft_cache`. Requests, `draft_cache` and the schedule's history `stale` are handed back.
 
+    Where the schedule rests, the drafter's context is written all the same, so that it may draft again in any later tick.
     `rows` may be packed where all of them are anchors and drafts.
     """
     gamma = drafter.block_size if drafter else 0
@@ -145,22 +148,27 @@ def advance(
         emitted=requests.emitted + count,
     )
 
+    rested = None
     if drafter:
+        requests = dataclasses.replace(
+            requests, num_drafts=jnp.where(alive, jnp.clip(max_len - 2 - length, 0, gamma), requests.num_drafts)
+        )
+        with jax.named_scope("schedule"):
+            plan = schedule.plan(requests, count, stale, axis) if schedule else None
         keep = jnp.where(item.final, base + count, item.count)
         with jax.named_scope("draft"):
             draft_cache = drafter.write_context(
                 context, rows, rows.from_lanes(jnp.arange(rows.width) < keep[:, None]) & rows.valid, draft_cache
             )
             draft_noise = noise.coupled_gumbel if verify == COUPLED else noise.draft_gumbel
-            proposal = drafter.propose(anchor, length, alive, requests.sampling, draft_cache, draft_noise)
-        fresh = alive[:, None]
-        requests = dataclasses.replace(
-            requests,
-            drafts=jnp.where(fresh, proposal.tokens, requests.drafts),
-            draft_logits=jnp.where(fresh[:, :, None], proposal.logits, requests.draft_logits),
-            confidence=jnp.where(fresh, proposal.confidence, requests.confidence),
-            num_drafts=jnp.where(alive, jnp.clip(max_len - 2 - length, 0, gamma), requests.num_drafts),
-        )
+            old = Proposal(requests.drafts, requests.draft_logits, requests.confidence)
+            inputs = (anchor, length, alive, requests.sampling, draft_cache, draft_noise)
+            new = draft_unless(plan and plan.rest, drafter, inputs, old)
+        requests = dataclasses.replace(requests, drafts=new.tokens, draft_logits=new.logits, confidence=new.confidence)
+        if schedule:
+            with jax.named_scope("schedule"):
+                requests, stale = schedule.step(requests, count, stale, axis, plan)
+        rested = plan and jnp.where(plan.rest & alive, 1, 0)
     emission = Emission(
         token=tokens,
         count=count,
@@ -168,8 +176,9 @@ def advance(
         verified=item.verify,
         reason=reason,
         logprobs=committed_logprobs(logits, tokens, count, logprobs),
+        rested=rested,
     )
-    return requests, draft_cache, emission
+    return requests, draft_cache, stale, emission
 
 
 def _at(rows: Rows, x: Float[Array, "B d"], base: Int[Array, "R"], count: int) -> Float[Array, "R count d"]:

@@ -73,7 +73,8 @@ class Emission:
     """What a tick committed: `count` tokens a slot, of which all but the last are accepted drafts.
 
     `accepted` of `verified` drafts survived (before stops and limits cut the block); `reason` is a finish reason or
-    RUNNING. `logprobs` is None in a program without them.
+    RUNNING. `logprobs` is None in a program without them. `rested` is 1 where nothing was drafted behind this tick for a
+    request that goes on; None in a program whose schedule never rests.
     """
 
     token: Int[Array, "R gamma+1"]
@@ -82,6 +83,7 @@ class Emission:
     verified: Int[Array, "R"]
     reason: Int[Array, "R"]
     logprobs: Logprobs | None = None
+    rested: Int[Array, "R"] | None = None
 
 
 def decode_item(requests: Requests, gamma: int) -> WorkItem:

@@ -34,6 +34,8 @@ class Cell:
 
     Attributes:
       seconds, without_draft: of one tick, one measurement a repeat; the same repeat measured both one after the other.
+      plain: of one without drafting that has the requests' anchors alone, in the same bucket; measured in the smallest bucket
+        that these requests run in, else empty.
     """
 
     requests: int
@@ -41,6 +43,7 @@ class Cell:
     bucket: int
     seconds: tuple[float, ...]
     without_draft: tuple[float, ...]
+    plain: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,15 @@ class StepTimes:
         return {bucket: float(np.median(times)) for bucket, times in found.items()}
 
     @property
+    def plain(self) -> dict[int, float]:
+        """Seconds of a tick without drafting over the anchors alone, by requests: `verify` of their bucket, times the median
+        of what share of it is left without the drafts' rows. (So it is on the same footing as `verify`, a mean over requests.)
+        """
+        verify = self.verify
+        cells = [cell for cell in self.cells if cell.plain]
+        return {c.requests: verify[c.bucket] * float(np.median(np.divide(c.plain, c.without_draft))) for c in cells}
+
+    @property
     def residual(self) -> float:
         """How far draft + verify is from a measured tick at most, as a share of it."""
         draft, verify = self.draft, self.verify
@@ -73,13 +85,14 @@ class StepTimes:
 
     def table(self, fingerprint: Fingerprint) -> ProfileTable:
         """For schedulers and files."""
-        return measured(self.verify, self.draft, fingerprint)
+        return measured(self.verify, self.draft, fingerprint, self.plain)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "draft": {"requests": list(self.draft), "seconds": list(self.draft.values())},
             "verify": {"rows": list(self.verify), "seconds": list(self.verify.values())},
+            "plain": {"requests": list(self.plain), "seconds": list(self.plain.values())},
             "residual": self.residual,
             "cells": [vars(cell) for cell in self.cells],
         }
@@ -157,15 +170,18 @@ def measure_steps(
     timer.compile()
     timer.allocate()
     cells = grid(ring.local_slots, ring.gamma, ring.buckets)
-    found: dict[tuple[tuple[int, int, int], bool], list[float]] = {}
+    smallest = {cell for i, cell in enumerate(cells) if cell[0] not in {other[0] for other in cells[:i]}}
+    found: dict[tuple[tuple[int, int, int], str], list[float]] = {}
     for repeat in range(-1, repeats):  # the first only warms up
         for i, cell in enumerate(cells):
             tell(f"measuring, repeat {max(repeat, 0) + 1} of {repeats}, step {i + 1} of {len(cells)}")
-            for draft in (False, True):
-                seconds = _measure(timer, cell, draft, min(CALLS, room))
+            for kind in ("plain", "without draft", "whole")[cell not in smallest :]:
+                rows = cell[0] if kind == "plain" else cell[1]
+                seconds = _measure(timer, (cell[0], rows, cell[2]), kind == "whole", min(CALLS, room))
                 if repeat >= 0:
-                    found.setdefault((cell, draft), []).append(seconds)
-    return StepTimes(tuple(Cell(*cell, tuple(found[cell, True]), tuple(found[cell, False])) for cell in cells))
+                    found.setdefault((cell, kind), []).append(seconds)
+    kinds = ("whole", "without draft", "plain")
+    return StepTimes(tuple(Cell(*cell, *(tuple(found.get((cell, kind), ())) for kind in kinds)) for cell in cells))
 
 
 def _measure(timer: RingTimer, cell: tuple[int, int, int], draft: bool, calls: int) -> float:

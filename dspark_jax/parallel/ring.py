@@ -6,7 +6,8 @@ one the microbatch's next item. With P ranks P microbatches are in flight, and P
 a ring of itself.
 
 With a schedule the last rank also decides how many of the new drafts will be verified, and in which bucket of packed rows,
-the smallest that holds those of the fullest expert rank. The item carries both, so all ranks run it in that bucket.
+the smallest that holds those of the fullest expert rank. The item carries both, so all ranks run it in that bucket. Where the
+schedule rests, the last rank passes its drafter over in the same tick, and the item carries lengths of 0.
 """
 
 import dataclasses
@@ -247,7 +248,7 @@ class Ring:
             streams = layout.take(item.streams, c.hc_mult, c.hidden_size)
             context = layout.take(item.context, item.context.shape[-1])
         streams, context, target_cache, choices = stage.forward(rows, streams, context, target_cache)
-        emission, number = _no_emission(r, self.gamma, self.sizes.logprobs), jnp.zeros((r,), jnp.int32)
+        emission, number = _no_emission(r, self.gamma, self.sizes), jnp.zeros((r,), jnp.int32)
         if rank < self.pipe - 1:
             streams, context = layout.put(item.streams, streams), layout.put(item.context, context)
             sent = dataclasses.replace(item, streams=streams, context=context)
@@ -258,14 +259,11 @@ class Ring:
             rows = dataclasses.replace(rows, lane=None)
             own, number, history = _begin(own, number, history, item.control)
             drafter = self._drafter(stage)
-            own, drafts, emission = advance(
-                stage, drafter, own, drafts, work, rows, stage.hidden(streams), context, self.sizes.max_len,
-                self.sizes.logprobs, self.sizes.verify,
+            own, drafts, history, emission = advance(
+                stage, drafter, own, drafts, history, work, rows, stage.hidden(streams), context, self.sizes.max_len,
+                self.sizes.logprobs, self.sizes.schedule, EXPERT, self.sizes.verify,
             )  # fmt: skip
             choices += drafter.choices if drafter else ()
-            if self.sizes.schedule:
-                with jax.named_scope("schedule"):
-                    own, history = self.sizes.schedule.step(own, emission.count, history, axis=EXPERT)
             sent = self._next_item(item, own)
             back = partial(_put, start=microbatch * r)
             requests, generation, stale, draft_cache = jax.tree.map(
@@ -383,10 +381,11 @@ def _begin(
     return begun, pick(control.generation, generation), history
 
 
-def _no_emission(slots: int, gamma: int, logprobs: int | None) -> Emission:
+def _no_emission(slots: int, gamma: int, sizes: RingConfig) -> Emission:
     zero = jnp.zeros((slots,), jnp.int32)
-    none = no_logprobs(slots, gamma + 1, logprobs)
-    return Emission(jnp.zeros((slots, gamma + 1), jnp.int32), zero, zero, zero, zero, none)
+    none = no_logprobs(slots, gamma + 1, sizes.logprobs)
+    rested = zero if sizes.schedule and sizes.schedule.rests else None
+    return Emission(jnp.zeros((slots, gamma + 1), jnp.int32), zero, zero, zero, zero, none, rested)
 
 
 def _view(x: jax.Array, start: jax.Array, size: int) -> jax.Array:

@@ -6,7 +6,7 @@ docs/scheduling.md compares the schedulers and says why each of them leaves the 
 from dspark_jax.decode.schedule.algorithm1 import EarlyStop
 from dspark_jax.decode.schedule.buckets import bucket_index, bucket_sizes, packed_rows
 from dspark_jax.decode.schedule.cost import StepCost, expected_rate
-from dspark_jax.decode.schedule.interface import Block, Schedule, Scheduler, survival
+from dspark_jax.decode.schedule.interface import Block, Plan, Schedule, Scheduler, survival
 from dspark_jax.decode.schedule.ordered import Ordered
 from dspark_jax.decode.schedule.production import StaleRate, StaleSize
 from dspark_jax.decode.schedule.threshold import FixedLength, Threshold
@@ -16,6 +16,7 @@ __all__ = [
     "EarlyStop",
     "FixedLength",
     "Ordered",
+    "Plan",
     "Schedule",
     "Scheduler",
     "StaleRate",

@@ -18,6 +18,8 @@ class StepCost:
     Attributes:
       rows: seconds by number of rows, from 0 on; the curve may rise and fall as it likes.
       requests: seconds by number of requests, from 0 on; the last one counts for more requests too.
+      plain: seconds of a step without drafting that has the anchors alone, by number of requests, from 0 on (the last one
+        counts for more); None: not known, and schedulers never rest.
 
     A step of more rows than the table has takes for ever: no scheduler that minds the cost plans one. Under an expert
     axis all numbers are those of one rank.
@@ -28,21 +30,26 @@ class StepCost:
 
     rows: tuple[float, ...]
     requests: tuple[float, ...] = (0.0,)
+    plain: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         raise_all(ConfigError, "step cost", list(self._faults()))
 
     def _faults(self):
-        for name in ("rows", "requests"):
+        for name in ("rows", "requests", "plain"):
             values = getattr(self, name)
+            if values is None:
+                continue
             if not values:
-                yield f"{name} is empty; expected seconds by number of {name}, from 0 on"
+                yield f"{name} is empty; expected seconds by number of {'rows' if name == 'rows' else 'requests'}, from 0 on"
             bad = [i for i, x in enumerate(values) if not (math.isfinite(x) and x >= 0)]
             if bad:
                 yield f"{name}[{bad[0]}] = {values[bad[0]]!r}; expected finite seconds >= 0 ({len(bad)} such values)"
         zero = [i for i, x in enumerate(self.rows) if i and x + min(self.requests, default=0) <= 0]
         if zero:
             yield f"rows[{zero[0]}] gives a step of no time; expected seconds above 0"
+        if any(x == 0 for x in (self.plain or ())[1:]):
+            yield "plain has a step of no time; expected seconds above 0"
 
     @classmethod
     def of_rates(cls, steps_per_second: Sequence[float]) -> "StepCost":
@@ -62,6 +69,12 @@ class StepCost:
         own = jnp.asarray(by_rows)[jnp.minimum(rows, last)]
         draft = jnp.asarray(by_requests)[jnp.minimum(requests, len(self.requests) - 1)]
         return jnp.where(rows > last, jnp.inf, own + draft)
+
+    def plain_seconds(self, requests: Int[Array, ""]) -> Float[Array, ""] | None:
+        """Of a step without drafting over the anchors alone; None where that is not known."""
+        if self.plain is None:
+            return None
+        return jnp.asarray(np.asarray(self.plain, np.float32))[jnp.minimum(requests, len(self.plain) - 1)]
 
 
 def expected_rate(cost: StepCost, requests: Int[Array, ""], tokens: Float[Array, "n"]) -> Float[Array, "n"]:

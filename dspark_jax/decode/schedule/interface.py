@@ -9,7 +9,7 @@ the target has read, so it may decide about draft j; confidence j + 1 may not.
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +32,16 @@ class Block:
       room: the most drafts of a slot that may be verified; 0 where the slot is not `active`.
       active: slots that take part in the next round.
       stale: survivals of the slot's last `history` blocks, newest first; 1 where its request had none, and below 1 otherwise.
+      rested: rounds in which nothing was drafted since the newest of them; 0 unless the scheduler rests.
+      expected: what `Resting.plan` has handed on for this block; None without it.
     """
 
     confidence: Float[Array, "R gamma"]
     room: Int[Array, "R"]
     active: Bool[Array, "R"]
     stale: Float[Array, "R history gamma"]
+    rested: Int[Array, "R"] | None = None
+    expected: Any = None
 
     @property
     def candidates(self) -> Bool[Array, "R gamma"]:
@@ -60,6 +64,35 @@ class Scheduler(Protocol):
         numbers from stale confidences may be reduced over it.
         """
         ...
+
+
+class Resting(Scheduler, Protocol):
+    """A scheduler that may let the drafter rest: the next round is then a plain step."""
+
+    @property
+    def rests(self) -> bool:
+        """Whether it ever does; a constant of the program."""
+        ...
+
+    def plan(self, block: Block, axis: str | None = None) -> tuple[Bool[Array, ""], Any]:
+        """Before a block is drawn: whether nothing is drafted, equal on all ranks of `axis`; and `Block.expected`.
+
+        `block.confidence` holds zeros: today's confidences do not exist yet.
+        """
+        ...
+
+
+@struct.dataclass
+class Plan:
+    """What `Schedule.plan` has decided about the next round.
+
+    Attributes:
+      rest: nothing is drafted and nothing will be verified; one value, equal on all ranks.
+      expected: see `Resting.plan`.
+    """
+
+    rest: Bool[Array, ""]
+    expected: Any = None
 
 
 def survival(confidence: Float[Array, "R gamma"]) -> Float[Array, "R gamma"]:
@@ -91,9 +124,14 @@ class Schedule:
         bad = [t for t in self.temperatures or () if not (math.isfinite(t) and t > 0)]
         raise_all(ConfigError, "temperatures", [f"{t!r}; expected finite numbers above 0" for t in bad])
 
+    @property
+    def rests(self) -> bool:
+        """Whether the scheduler may let the drafter rest (`Resting`); without, the program has no branch around it."""
+        return bool(getattr(self.scheduler, "rests", False))
+
     def init(self, slots: int, gamma: int) -> Float[Array, "R history gamma"]:
-        """The history of idle slots."""
-        return jnp.ones((slots, self.scheduler.history, gamma), jnp.float32)
+        """The history of idle slots. Where the scheduler rests, its first row counts: 1 + rounds rested since a block."""
+        return jnp.ones((slots, self.scheduler.history + self.rests, gamma), jnp.float32)
 
     def confidence(self, logits: Float[Array, "R gamma"]) -> Float[Array, "R gamma"]:
         """Calibrated probabilities.
@@ -116,21 +154,50 @@ class Schedule:
         committed: Int[Array, "R"],
         stale: Float[Array, "R history gamma"],
         axis: str | None = None,
+        plan: Plan | None = None,
     ) -> tuple[Requests, Float[Array, "R history gamma"]]:
-        """Sets `num_drafts` of the slots that have just drafted; call it behind `decode.round.advance`.
+        """Sets `num_drafts` of the slots that have just drafted; call it behind the draft.
 
-        requests: as `advance` left them, with `num_drafts` at the most that the context allows. committed:
-        `Emission.count` of the same tick. stale: the history by slot, handed back with today's survivals in front.
-        Slots that committed nothing keep their length and their history.
+        requests: with `num_drafts` at the most that the context allows. committed: `Emission.count` of the same tick.
+        stale: the history by slot, handed back with today's survivals in front. plan: of the same tick, where the drafter
+        may have rested; then the lengths are 0 and histories only count the round. Slots that committed nothing keep their
+        length and their history.
         """
+        if plan is None:
+            plan = self.plan(requests, committed, stale, axis)
+        confidence = self.confidence(requests.confidence)
+        block, stale = self._block(requests, committed, stale, confidence)
+        drafted = block.active
+        chosen = self.scheduler.lengths(dataclasses.replace(block, expected=plan.expected) if plan else block, axis)
+        if plan:
+            chosen = jnp.where(plan.rest, 0, chosen)
+        requests = dataclasses.replace(requests, num_drafts=jnp.where(drafted, chosen, requests.num_drafts))
+        today = jnp.minimum(survival(confidence), _BELOW_1)[:, None]
+        pushed = jnp.concatenate([today, block.stale], axis=1)[:, : block.stale.shape[1]]
+        if plan:
+            pushed = jnp.concatenate([jnp.ones_like(today), pushed], axis=1)
+            pushed = jnp.where(plan.rest, stale.at[:, 0].add(1), pushed)
+        return requests, jnp.where(drafted[:, None, None], pushed, stale)
+
+    def plan(
+        self, requests: Requests, committed: Int[Array, "R"], stale: Float[Array, "R history gamma"], axis: str | None = None
+    ) -> Plan | None:
+        """Whether the drafter rests in this tick; None where the scheduler never rests. Call it before drafting.
+
+        Arguments as for `step`; the drafts and confidences in `requests` are not looked at.
+        """
+        if not self.rests:
+            return None
+        scheduler: Any = self.scheduler
+        block, _ = self._block(requests, committed, stale, jnp.zeros_like(requests.confidence))
+        return Plan(*scheduler.plan(block, axis))
+
+    def _block(self, requests: Requests, committed, stale, confidence) -> tuple[Block, Float[Array, "R history gamma"]]:
+        """The block as the scheduler sees it, and the whole history without what predecessors left in it."""
         drafted = requests.active & (committed > 0)
         # A request whose tokens all come from this tick has just left its prompt: the history is its predecessor's.
         first = (requests.emitted <= committed)[:, None, None]
         stale = jnp.where(first & drafted[:, None, None], 1.0, stale)
-        confidence = self.confidence(requests.confidence)
-        block = Block(confidence, jnp.where(drafted, requests.num_drafts, 0), drafted, stale)
-        chosen = self.scheduler.lengths(block, axis)
-        requests = dataclasses.replace(requests, num_drafts=jnp.where(drafted, chosen, requests.num_drafts))
-        today = jnp.minimum(survival(confidence), _BELOW_1)[:, None]
-        pushed = jnp.concatenate([today, stale], axis=1)[:, : stale.shape[1]]
-        return requests, jnp.where(drafted[:, None, None], pushed, stale)
+        rested = stale[:, 0, 0].astype(jnp.int32) - 1 if self.rests else None
+        past = stale[:, 1:] if self.rests else stale
+        return Block(confidence, jnp.where(drafted, requests.num_drafts, 0), drafted, past, rested), stale

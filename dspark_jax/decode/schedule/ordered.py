@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dspark_jax.decode.schedule.interface import Schedule, Scheduler
+from dspark_jax.decode.schedule.interface import Plan, Schedule, Scheduler
 from dspark_jax.decode.schedule.threshold import FixedLength
 from dspark_jax.decode.state import Requests
 
@@ -24,7 +24,12 @@ class Ordered(Schedule):
         return jnp.ones((slots, 1, gamma), jnp.float32)
 
     def step(
-        self, requests: Requests, committed: Int[Array, "R"], stale: Float[Array, "R 1 gamma"], axis: str | None = None
+        self,
+        requests: Requests,
+        committed: Int[Array, "R"],
+        stale: Float[Array, "R 1 gamma"],
+        axis: str | None = None,
+        plan: Plan | None = None,
     ) -> tuple[Requests, Float[Array, "R 1 gamma"]]:
         ordered = jnp.minimum(stale[:, 0, 0].astype(jnp.int32), requests.num_drafts)
         drafted = requests.active & (committed > 0)

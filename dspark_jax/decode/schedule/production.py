@@ -29,7 +29,7 @@ class StaleSize(Past):
     reduced to one number. Every rank then takes its own best K, so no confidence of today crosses ranks.
 
     Raises:
-      ConfigError: the lag or the memory is below 1.
+      ConfigError: the lag, the memory or the probe is below 1.
     """
 
     def lengths(self, block: Block, axis: str | None = None) -> Int[Array, "R"]:
@@ -46,7 +46,7 @@ class StaleSize(Past):
 
     def rates(self, block: Block, axis: str | None = None) -> tuple[Float[Array, "n"], Int[Array, ""]]:
         """Expected tokens a second with 0, 1, … drafts a rank, and how many drafts there are (on the rank with most)."""
-        expected = self.expected(block, axis)
+        expected = self.handed(block, axis)
         return expected.tokens / expected.seconds, expected.drafts
 
 
@@ -71,7 +71,7 @@ class StaleRate(Past):
     Under an expert axis the thresholds come from sums over the ranks, and every rank compares its own drafts with them.
 
     Raises:
-      ConfigError: the lag or the memory is below 1.
+      ConfigError: the lag, the memory or the probe is below 1.
     """
 
     def lengths(self, block: Block, axis: str | None = None) -> Int[Array, "R"]:
@@ -83,10 +83,10 @@ class StaleRate(Past):
 
     def thresholds(self, block: Block, axis: str | None = None) -> Float[Array, "n"]:
         """The survival that the draft behind 0, 1, … others must exceed."""
-        expected = self.expected(block, axis)
+        expected = self.handed(block, axis)
         places = jnp.arange(expected.tokens.size)
         within = places <= expected.drafts
-        price = jnp.max(jnp.where(within, expected.tokens / expected.seconds, 0))
+        price = expected.price
         # [k, j]: what going on from k to j drafts takes, in tokens, and brings, in multiples of the next draft's survival.
         takes = price * (expected.seconds - expected.seconds[:-1, None])
         next_one = jnp.diff(expected.tokens)[:, None]
