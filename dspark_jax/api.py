@@ -301,6 +301,7 @@ class LM:
                 seconds=last[i],
                 logprobs=tally.logprobs,
                 verify_lengths=tuple(tally.verify_lengths),
+                rested_rounds=tally.rested_rounds,
             )
             for i, (prompt, request, tally) in enumerate(zip(prompts, requests, tallies, strict=True))
         ]
@@ -389,7 +390,7 @@ class LM:
 def _count(tally: Tally, commit: Commit) -> int:
     """Adds one round; returns how many of its tokens are accepted drafts."""
     return tally.add(
-        commit.tokens, commit.accepted, commit.verified, prefill=commit.prefill, logprobs=commit.logprobs
+        commit.tokens, commit.accepted, commit.verified, prefill=commit.prefill, logprobs=commit.logprobs, rested=commit.rested
     )  # fmt: skip
 
 
@@ -406,6 +407,7 @@ def _output(commit: Commit, number: int, kept: int, text: TextStream) -> RoundOu
         verified=commit.verified,
         finish_reason=commit.finish_reason,
         logprobs=commit.logprobs,
+        rested=commit.rested,
     )
 
 

@@ -289,6 +289,7 @@ def summary(
         "acceptance_by_position": list(result.acceptance_by_position),
         "verify_lengths": list(result.verify_lengths),
         "wasted_drafts": result.wasted,
+        "rested_rounds": result.rested_rounds,
         "identical": None,
         "tokens_per_second": result.tokens_per_second,
         "plain_tokens_per_second": plain_run.tokens_per_second if plain_run else None,

@@ -165,6 +165,9 @@ def _table(report: "ServeReport", title: str) -> Any:
         wasted = f"{report.verified - report.accepted} of {report.verified} verified drafts"
         table.add_row("verified a round", f"{report.verified / report.rounds:.2f} drafts")
         table.add_row("verified for nothing", wasted)
+    rested = sum(one.rested for one in report.served)
+    if rested:
+        table.add_row("drafter rested", f"{rested} of {report.rounds} rounds")
     for rank, share in enumerate(report.busy):
         table.add_row(f"rank {rank} busy", f"{share:.1%} of {len(report.ticks)} ticks")
     table.add_row("compilation", f"{report.compile_seconds:.1f} s (not in the figures)")

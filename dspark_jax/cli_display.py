@@ -65,6 +65,8 @@ class Display:
             table.add_row("tokens per round", _number(result.tokens_per_round))
             table.add_row("acceptance by position", _acceptance(result))
             table.add_row("verified for nothing", f"{result.wasted} of {sum(result.verify_lengths)} verified drafts")
+            if result.rested_rounds:
+                table.add_row("drafter rested", f"{result.rested_rounds} of {result.rounds} rounds")
             table.add_row("tokens/s with the drafter", _number(result.tokens_per_second, 1))
         if not draft or plain is not None:
             table.add_row("tokens/s without the drafter", _number((plain or result).tokens_per_second, 1))

@@ -42,6 +42,7 @@ class Acceptance:
     accepted_by_position: tuple[int, ...]
     verify_lengths: tuple[int, ...] = ()
     wasted: int = 0
+    rested: int = 0
 
     @classmethod
     def of(cls, results: Sequence[Completion]) -> "Acceptance":
@@ -55,6 +56,7 @@ class Acceptance:
             accepted_by_position=tuple(map(sum, zip(*accepted, strict=True))),
             verify_lengths=tuple(n for r in results for n in r.verify_lengths),
             wasted=sum(r.wasted for r in results),
+            rested=sum(r.rested_rounds for r in results),
         )
 
     @property
@@ -114,7 +116,7 @@ class Evaluation:
         def rates(a: Acceptance | None) -> dict[str, Any] | None:
             if a is None:
                 return None
-            drafts = {"verified_drafts": sum(a.verify_lengths), "wasted_drafts": a.wasted}
+            drafts = {"verified_drafts": sum(a.verify_lengths), "wasted_drafts": a.wasted, "rested_rounds": a.rested}
             return {"tau": a.tau, "acceptance_by_position": list(a.by_position), "rounds": a.rounds, **drafts}
 
         different = [

@@ -20,6 +20,7 @@ class RoundOutput:
       finish_reason: "stop", "length" or "context" in the request's last round ("abort" without a round), else None.
       request_id: the engine's name of the request.
       logprobs: one entry a token, None unless `SamplingParams.logprobs` asked for them.
+      rested: the scheduler let the drafter rest behind this round, so that the next one verifies nothing.
     """
 
     index: int
@@ -31,6 +32,7 @@ class RoundOutput:
     finish_reason: str | None = None
     request_id: Hashable | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    rested: bool = False
 
     @property
     def wasted(self) -> int:
@@ -62,6 +64,7 @@ class Completion:
       seconds: from the start of the batch to the request's last token, compilation excluded.
       logprobs: one entry a token, None unless `SamplingParams.logprobs` asked for them.
       verify_lengths: for every round the drafts that the target checked; a scheduler changes them.
+      rested_rounds: rounds that were plain steps, because the scheduler let the drafter rest.
     """
 
     prompt: str | tuple[int, ...]
@@ -77,6 +80,7 @@ class Completion:
     seconds: float
     logprobs: tuple[TokenLogprobs, ...] | None = None
     verify_lengths: tuple[int, ...] = ()
+    rested_rounds: int = 0
 
     @property
     def tokens_per_round(self) -> float | None:
@@ -121,6 +125,7 @@ class Tally:
         self.accepted = [0] * gamma
         self.rounds = 0
         self.verify_lengths: list[int] = []
+        self.rested_rounds = 0
 
     def add(
         self,
@@ -130,11 +135,13 @@ class Tally:
         *,
         prefill: bool = False,
         logprobs: tuple[TokenLogprobs, ...] | None = None,
+        rested: bool = False,
     ) -> int:
         """Counts one round; returns how many of the `accepted` drafts are left (a stop or limit may cut the block)."""
         count = len(tokens)
         kept = min(accepted, count)
         self.rounds += not prefill
+        self.rested_rounds += rested
         if not prefill:
             self.verify_lengths.append(verified)
         self.tokens += tokens

@@ -2,7 +2,7 @@
 
 Competitors in programs of their own would take one compilation each; here they share all branches of the ring and differ
 in nothing but the lengths. What the host says travels in the schedule's history, behind the survivals of old blocks, the same
-for all slots: the competitor's number, and the seconds of a step by number of drafts of each request.
+for all slots: the competitor's number, and the seconds of a step by number of drafts of each request and of a plain one.
 """
 
 import dataclasses
@@ -14,12 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.decode.schedule import (
     Block,
     EarlyStop,
     FixedLength,
+    Plan,
     Schedule,
     Scheduler,
     StaleRate,
@@ -27,12 +28,13 @@ from dspark_jax.decode.schedule import (
     Threshold,
     bucket_sizes,
 )
-from dspark_jax.decode.schedule.past import MEMORY
+from dspark_jax.decode.schedule.past import MEMORY, Past
 from dspark_jax.decode.state import Requests
 
 WEIGHING = ("early-stop", "stale-size", "stale-rate")  # schedulers that need step times
 LAG = 2  # of the last two
-PAST = LAG - 1 + MEMORY  # blocks that they look at
+PAST = 1 + LAG - 1 + MEMORY  # rows of a history in front of the orders: the count of rested rounds, blocks to look at
+REST = "rest"  # named to measure a step that passes the drafter over
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,22 @@ class LengthCost:
 
     seconds_of: Float[Array, "lengths"]
     slots: int
+    plain: Float[Array, ""]
 
     def seconds(self, requests: Int[Array, ""], rows: Int[Array, "n"]) -> Float[Array, "n"]:
         """Of steps with so many rows; `requests` are always all."""
         measured = self.slots * jnp.arange(1, self.seconds_of.size + 1)
         return jnp.where(rows > measured[-1], jnp.inf, jnp.interp(rows, measured, self.seconds_of))
+
+    def plain_seconds(self, requests: Int[Array, ""]) -> Float[Array, ""]:
+        """Of a step that passes the drafter over; `requests` are always all."""
+        return self.plain
+
+
+class _Rest(FixedLength):
+    """Never drafts."""
+
+    rests = True
 
 
 @dataclass(frozen=True)
@@ -59,13 +72,26 @@ class _Chosen:
     schedulers: tuple[Scheduler, ...]
     number: Int[Array, ""]
 
+    rests = True
+
     @property
     def history(self) -> int:
-        return PAST
+        return PAST - 1
 
     def lengths(self, block: Block, axis: str | None = None) -> Int[Array, "R"]:
         """See `Scheduler`."""
         return jax.lax.switch(self.number, [partial(s.lengths, axis=axis) for s in self.schedulers], block)
+
+    def plan(self, block: Block, axis: str | None = None) -> tuple[Bool[Array, ""], Any]:
+        """See `Resting`."""
+        plans = [partial(s.plan, axis=axis) if isinstance(s, Past) else None for s in self.schedulers]
+        shape = jax.eval_shape(next(filter(None, plans)), block)[1]
+
+        def fixed(block: Block, rest: bool) -> tuple[Bool[Array, ""], Any]:
+            return jnp.asarray(rest), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
+
+        fixed_by = (partial(fixed, rest=isinstance(s, _Rest)) for s in self.schedulers)
+        return jax.lax.switch(self.number, [own or none for own, none in zip(plans, fixed_by, strict=True)], block)
 
 
 @dataclass(frozen=True)
@@ -89,8 +115,8 @@ class Contest(Schedule):
     def of(
         cls, slots: int, gamma: int, fixed: Sequence[int], threshold: float, temperatures: tuple[float, ...] | None
     ) -> "Contest":
-        """For `slots` requests of an expert rank; every fixed length has a bucket that it fills."""
-        buckets = bucket_sizes(slots, gamma, [slots * (1 + n) for n in fixed])
+        """For `slots` requests of an expert rank; every fixed length has a bucket that it fills, and so have anchors alone."""
+        buckets = bucket_sizes(slots, gamma, [slots * (1 + n) for n in (0, *fixed)])
         return cls(temperatures=temperatures, fixed=tuple(fixed), threshold=threshold, buckets=buckets, gamma=gamma)
 
     @property
@@ -99,9 +125,13 @@ class Contest(Schedule):
         return (*(f"fixed:{n}" for n in self.fixed), *self._adaptive)
 
     @property
-    def lengths(self) -> tuple[str, ...]:
-        """The fixed lengths 0 … gamma, by which the seconds of a step are measured."""
-        return tuple(f"fixed:{n}" for n in range(self.gamma + 1))
+    def measured(self) -> tuple[str, ...]:
+        """By which the seconds of a step are measured: the fixed lengths 0 … gamma, and a step without drafting."""
+        return (*(f"fixed:{n}" for n in range(self.gamma + 1)), REST)
+
+    @property
+    def rests(self) -> bool:
+        return True
 
     @property
     def _adaptive(self) -> tuple[str, ...]:
@@ -109,13 +139,13 @@ class Contest(Schedule):
 
     @property
     def _orders(self) -> int:
-        """Rows of a history that the orders fill: the competitor's number and gamma + 1 times."""
-        return -(-(self.gamma + 2) // self.gamma)
+        """Rows of a history that the orders fill: the competitor's number and gamma + 2 times."""
+        return -(-(self.gamma + 3) // self.gamma)
 
     def orders(self, name: str, seconds: Sequence[float], slots: int) -> Float[np.ndarray, "slots history gamma"]:
-        """The history with which `name` begins, with the seconds of a step by length; new requests are certain."""
+        """The history with which `name` begins, with the seconds of steps as in `measured`; new requests are certain."""
         said = np.ones(self._orders * self.gamma)
-        said[: len(seconds) + 1] = [(*self.lengths, *self._adaptive).index(name), *seconds]
+        said[: len(seconds) + 1] = [(*self.measured, *self._adaptive).index(name), *seconds]
         history = np.ones((slots, PAST + self._orders, self.gamma))
         history[:, PAST:] = said.reshape(-1, self.gamma)
         return history
@@ -124,13 +154,24 @@ class Contest(Schedule):
         return jnp.ones((slots, PAST + self._orders, gamma), jnp.float32)
 
     def step(
-        self, requests: Requests, committed: Int[Array, "R"], stale: Float[Array, "R history gamma"], axis: str | None = None
+        self,
+        requests: Requests,
+        committed: Int[Array, "R"],
+        stale: Float[Array, "R history gamma"],
+        axis: str | None = None,
+        plan: Plan | None = None,
     ) -> tuple[Requests, Float[Array, "R history gamma"]]:
-        orders = stale[:, PAST:]
-        number, *seconds = orders[0].reshape(-1)[: self.gamma + 2]
-        cost: Any = LengthCost(jnp.stack(seconds), stale.shape[0])
+        requests, past = self._chosen(stale).step(requests, committed, stale[:, :PAST], axis, plan)
+        return requests, jnp.concatenate([past, stale[:, PAST:]], axis=1)
+
+    def plan(
+        self, requests: Requests, committed: Int[Array, "R"], stale: Float[Array, "R history gamma"], axis: str | None = None
+    ) -> Plan | None:
+        return self._chosen(stale).plan(requests, committed, stale[:, :PAST], axis)
+
+    def _chosen(self, stale: Float[Array, "R history gamma"]) -> Schedule:
+        number, *seconds, plain = stale[0, PAST:].reshape(-1)[: self.gamma + 3]
+        cost: Any = LengthCost(jnp.stack(seconds), stale.shape[0], plain)
         weighing = (EarlyStop(cost), StaleSize(cost, LAG), StaleRate(cost, LAG))
-        schedulers = (*map(FixedLength, range(self.gamma + 1)), Threshold(self.threshold), *weighing)
-        chosen = Schedule(_Chosen(schedulers, number.astype(jnp.int32)), self.temperatures)
-        requests, past = chosen.step(requests, committed, stale[:, :PAST], axis)
-        return requests, jnp.concatenate([past, orders], axis=1)
+        schedulers = (*map(FixedLength, range(self.gamma + 1)), _Rest(0), Threshold(self.threshold), *weighing)
+        return Schedule(_Chosen(schedulers, number.astype(jnp.int32)), self.temperatures)

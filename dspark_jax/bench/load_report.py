@@ -24,6 +24,7 @@ def competitor(runs: Sequence[Run], requests: int) -> dict[str, Any]:
         "tokens_per_round": whole.tokens / whole.rounds,
         "verified_per_round": whole.verified / whole.rounds,
         "accepted_per_round": whole.accepted / whole.rounds,
+        "rested_share": whole.rested / whole.rounds,
         "runs": [vars(run) for run in runs],
     }
 

@@ -49,6 +49,7 @@ class Run:
       ticks: of those.
       rounds: verification rounds, one for each request and round.
       tokens, verified, accepted: in these rounds.
+      rested: of these rounds, those behind which the drafter rested.
     """
 
     seconds: float
@@ -57,6 +58,7 @@ class Run:
     tokens: int
     verified: int
     accepted: int
+    rested: int = 0
 
     @property
     def rate(self) -> float:
@@ -86,7 +88,7 @@ class Point:
         self.requests, self.drafting, self.plain, self.workload, self.seed = requests, drafting, plain, workload, seed
         contest: Any = drafting.ring.sizes.schedule
         self.contest: Contest = contest
-        self.seconds = [1.0] * len(contest.lengths)  # of a step, by drafts of each request, once they are measured
+        self.seconds = [1.0] * len(contest.measured)  # of steps, as `Contest.measured` says, once they are measured
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -102,11 +104,11 @@ class Point:
             timer.free()
 
     def measure_steps(self, repeats: int, rounds: int) -> None:
-        """Fills in the seconds of a step by the drafts of each request. Medians over interleaved repeats."""
-        fixed = self.contest.lengths
+        """Fills in the seconds of a step by the drafts of each request, and without drafting. Medians over interleaved repeats."""
+        names = self.contest.measured
         self.run(PLAIN, 0, rounds)  # these warm up
-        self.run(fixed[-1], 0, rounds)
-        found = [[run.seconds / run.ticks for run in row] for row in self.interleaved(fixed, repeats, rounds, lambda *_: None)]
+        self.run(names[-2], 0, rounds)
+        found = [[run.seconds / run.ticks for run in row] for row in self.interleaved(names, repeats, rounds, lambda *_: None)]
         self.seconds = np.median(found, axis=0).tolist()
 
     def interleaved(
@@ -145,10 +147,15 @@ class Point:
         return self._read(timer, seconds, outputs)
 
     def _read(self, timer: RingTimer, seconds: float, outputs: Sequence[TickOutput]) -> Run:
-        emissions = [[np.asarray(x)[-1] for x in (o.emission.count, o.emission.verified, o.emission.accepted)] for o in outputs]
-        count, verified, accepted = (np.stack(x) for x in zip(*emissions, strict=True))
+        fields = ("count", "verified", "accepted", "rested")
+        emissions = [[np.asarray(_or_zero(getattr(o.emission, f)))[-1:] for f in fields] for o in outputs]
+        count, verified, accepted, rested = (np.concatenate(x) for x in zip(*emissions, strict=True))
         ticks, rounds = len(outputs) * timer.ticks, int((count > 0).sum())
         expected = len(outputs) * timer.ring.sizes.rounds * self.requests
         if rounds != expected:
             raise RuntimeError(f"{rounds} rounds ran where {expected} should have: a request has ended in a timed call")
-        return Run(seconds, ticks, rounds, int(count.sum()), int(verified.sum()), int(accepted.sum()))
+        return Run(seconds, ticks, rounds, int(count.sum()), int(verified.sum()), int(accepted.sum()), int(rested.sum()))
+
+
+def _or_zero(x: Any) -> Any:
+    return np.zeros(1, np.int32) if x is None else x

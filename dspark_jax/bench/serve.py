@@ -71,6 +71,7 @@ class Served:
       first, last: when its first and its last token were read.
       tokens, rounds: what it got, and in how many verification rounds.
       verified, accepted: drafts that the target checked, and those of them that are in the answer.
+      rested: rounds that were plain steps because the drafter rested.
     """
 
     arrival: float
@@ -80,6 +81,7 @@ class Served:
     rounds: int
     verified: int = 0
     accepted: int = 0
+    rested: int = 0
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ class ServeReport:
             "tokens_per_round": self.tokens_per_round,
             "verified_drafts": self.verified,
             "wasted_drafts": self.verified - self.accepted,
+            "rested_rounds": sum(r.rested for r in self.served),
             "buckets": self.buckets,
             "busy": list(self.busy),
             "ticks": len(self.ticks),
@@ -234,7 +237,7 @@ class _Run:
                 answer = self.engine.result(key)
                 self.served[i] = Served(
                     float(self.arrivals[i]), self.first[i], now, len(answer.tokens), answer.rounds,
-                    sum(answer.verify_lengths), sum(answer.drafted),
+                    sum(answer.verify_lengths), sum(answer.drafted), answer.rested_rounds,
                 )  # fmt: skip
                 del self.number[key]
 

@@ -37,7 +37,7 @@ class Request:
 class Commit:
     """What one tick committed for request `index`; see `Emission` for `accepted` and `verified`.
 
-    `logprobs` has one entry a token if the request has asked for them.
+    `logprobs` has one entry a token if the request has asked for them. `rested`: nothing was drafted behind it.
     """
 
     index: int
@@ -47,6 +47,7 @@ class Commit:
     verified: int
     finish_reason: str | None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    rested: bool = False
 
 
 def prefill_items(prompts: Sequence[Sequence[int]], slots: int, chunk: int) -> list[WorkItem]:
@@ -192,7 +193,8 @@ def _read(emission: Emission, running: Mapping[int, Request], prefill: bool) -> 
             count = int(e.count[t, i])
             tokens = tuple(int(x) for x in e.token[t, i, :count])
             logprobs = read_logprobs(e.logprobs, (t, i), count, request.params.logprobs)
-            yield Commit(i, prefill, tokens, int(e.accepted[t, i]), int(e.verified[t, i]), finish, logprobs)
+            rested = e.rested is not None and bool(e.rested[t, i])
+            yield Commit(i, prefill, tokens, int(e.accepted[t, i]), int(e.verified[t, i]), finish, logprobs, rested)
         running = {i: request for i, request in running.items() if e.reason[t, i] == RUNNING}
 
 

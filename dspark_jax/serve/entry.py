@@ -36,8 +36,9 @@ class Entry:
     def deliver(self, commit: Commit) -> RoundOutput:
         """Takes what one tick committed."""
         kept = self.tally.add(
-            commit.tokens, commit.accepted, commit.verified, prefill=commit.prefill, logprobs=commit.logprobs
-        )
+            commit.tokens, commit.accepted, commit.verified, prefill=commit.prefill, logprobs=commit.logprobs,
+            rested=commit.rested,
+        )  # fmt: skip
         pieces = [self.text.push(token) for token in commit.tokens]
         if commit.prefill:
             self.first = time.perf_counter()
@@ -47,7 +48,7 @@ class Entry:
         output = RoundOutput(
             index=self.index, round=self.tally.rounds, tokens=commit.tokens, pieces=tuple(pieces), accepted=kept,
             verified=commit.verified, finish_reason=commit.finish_reason, request_id=commit.key,
-            logprobs=commit.logprobs,
+            logprobs=commit.logprobs, rested=commit.rested,
         )  # fmt: skip
         self.outputs.append(output)
         return output
@@ -77,4 +78,5 @@ class Entry:
             seconds=self.last - self.submitted,
             logprobs=tally.logprobs,
             verify_lengths=tuple(tally.verify_lengths),
+            rested_rounds=tally.rested_rounds,
         )

@@ -42,6 +42,7 @@ class Commit:
     verified: int
     finish_reason: str | None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    rested: bool = False
 
 
 @dataclass
@@ -145,7 +146,8 @@ class Scheduler:
             finish = None if reason == RUNNING else FINISH_REASONS[reason]
             accepted, verified = int(emission.accepted[t, s]), int(emission.verified[t, s])
             logprobs = read_logprobs(emission.logprobs, (t, s), len(tokens), run.request.params.logprobs)
-            commit = Commit(run.key, run.first, tokens, accepted, verified, finish, logprobs)
+            rested = emission.rested is not None and bool(emission.rested[t, s])
+            commit = Commit(run.key, run.first, tokens, accepted, verified, finish, logprobs, rested)
             run.first = False
             if finish is not None:
                 del self.running[run.key], self._by_generation[run.generation]

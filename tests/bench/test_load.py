@@ -54,16 +54,17 @@ def recording(count: int = 400) -> Rounds:
 @pytest.mark.long
 def test_every_competitor_chooses_what_its_scheduler_chooses_alone():
     seconds = [0.8, 1.0, 1.25, 1.5]  # of 0 … 3 drafts of each; linear between them
-    cost = StepCost(tuple(np.interp(range(17), [4, 8, 12, 16], seconds).tolist()))
+    plain = 0.45  # seconds of a step without drafting: low enough to rest now and then
+    cost = StepCost(tuple(np.interp(range(17), [4, 8, 12, 16], seconds).tolist()), plain=(plain,))
     contest = Contest.of(SLOTS, GAMMA, (1, 3), 0.6, (0.5, 1.5, 3.0))
-    assert contest.buckets == bucket_sizes(SLOTS, GAMMA, [8])
+    assert contest.buckets == bucket_sizes(SLOTS, GAMMA, [4, 8])
     assert contest.names == ("fixed:1", "fixed:3", "threshold:0.6", "early-stop", "stale-size", "stale-rate")
     alone = [FixedLength(1), FixedLength(3), Threshold(0.6), EarlyStop(cost), StaleSize(cost), StaleRate(cost)]
     named = dict(zip(contest.names, alone, strict=True)) | {f"fixed:{n}": FixedLength(n) for n in (0, 2)}
     step, seen = jax.jit(contest.step), set()
     for name, scheduler in named.items():
         own = Schedule(scheduler, (0.5, 1.5, 3.0))
-        ours, theirs = jnp.asarray(contest.orders(name, seconds, SLOTS), jnp.float32), own.init(SLOTS, GAMMA)
+        ours, theirs = jnp.asarray(contest.orders(name, [*seconds, plain], SLOTS), jnp.float32), own.init(SLOTS, GAMMA)
         rng = np.random.default_rng(1)
         for _ in range(12):
             requests = dataclasses.replace(
@@ -78,7 +79,8 @@ def test_every_competitor_chooses_what_its_scheduler_chooses_alone():
             want, theirs = own.step(requests, committed, theirs)
             np.testing.assert_array_equal(got.num_drafts, want.num_drafts)
             seen.add((name, *np.asarray(got.num_drafts).tolist()))
-        np.testing.assert_array_equal(ours[:, PAST:], contest.orders(name, seconds, SLOTS)[:, PAST:].astype(np.float32))
+        said = contest.orders(name, [*seconds, plain], SLOTS)[:, PAST:].astype(np.float32)
+        np.testing.assert_array_equal(ours[:, PAST:], said)
     sizes = {name: {sum(lengths) for other, *lengths in seen if other == name} for name in contest.names}
     assert all(len(sizes[name]) > 3 for name in WEIGHING)
 
@@ -234,7 +236,8 @@ def check(found: dict, requests: int, pipe: int = 1, lengths=(2, 3)) -> None:
         for run in one["runs"]:
             assert run["rounds"] == requests * run["ticks"] / pipe and run["seconds"] > 0
             assert run["tokens"] == run["rounds"] + run["accepted"] and run["accepted"] <= run["verified"]
-    assert len(point["buckets"]) == len(lengths) and len(point["step_seconds"]) == 4 and min(point["step_seconds"]) > 0
+    assert len(point["buckets"]) == len(lengths) + 1 and point["plain_step_seconds"] > 0
+    assert len(point["step_seconds"]) == 4 and min(point["step_seconds"]) > 0
 
 
 @pytest.mark.long
@@ -251,7 +254,7 @@ def test_a_load_of_a_real_model(short, tmp_path, monkeypatch, capsys):
     assert "2 requests, plain: compiled in" in progress and "repeat 2 of 2" in progress
     (point,) = found["points"]
     # Five rounds each, in two batches of three: every competitor decodes the same prompts with the same seeds.
-    assert point["competitors"]["plain"]["runs"][0]["ticks"] == 6 and point["buckets"] == (8,)
+    assert point["competitors"]["plain"]["runs"][0]["ticks"] == 6 and point["buckets"] == (2, 8)
     code, printed = command(monkeypatch, capsys, "--draw", str(out), "--plots", str(tmp_path))
     assert code == 0 and printed.out.strip() == table(found).strip()
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("pareto.png", "budget.png"))
