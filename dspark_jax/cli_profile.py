@@ -140,7 +140,7 @@ def _show(display, found: dict[str, Any], rates: dict[int, list[tuple[float, flo
         table.add_row("plain", *(f"{1e3 * plain[requests]:.3f} ms" if requests in plain else "" for requests in rates))
     display.out.print(table)
     if not plain:
-        display.out.print("Without the times of plain steps: with this table stale-size and stale-rate always draft, never rest.")
+        display.out.print("It has no times of plain steps: with it, stale-size and stale-rate always draft and never rest.")
     if measured:
         display.out.print(
             f"A step of all pipe ranks, by rows of an expert rank. Drafting is what it adds; target and drafter added up are"

@@ -1,9 +1,9 @@
 """Measured step times: files, checks, and the curve that schedulers look up.
 
 Three forms are read. Our own has the seconds of a step by bucket of verified rows, of a draft by requests and of a plain step
-by requests (not in files of earlier versions), with a fingerprint of what was measured. SGLang's rate form has steps a second by tokens of the batch (floor look-up), its
-additive form T(requests, drafts) = bias + alpha(requests) + theta(requests + drafts), linear between the points. Facts:
-docs/scheduling.md.
+by requests (not in files of earlier versions), with a fingerprint of what was measured. SGLang's rate form has steps a second
+by tokens of the batch (floor look-up), its additive form T(requests, drafts) = bias + alpha(requests) +
+theta(requests + drafts), linear between the points. Facts: docs/scheduling.md.
 """
 
 import bisect

@@ -171,17 +171,18 @@ def measure_steps(
     timer.allocate()
     cells = grid(ring.local_slots, ring.gamma, ring.buckets)
     smallest = {cell for i, cell in enumerate(cells) if cell[0] not in {other[0] for other in cells[:i]}}
+    kinds = ("without draft", "whole", "plain")
     found: dict[tuple[tuple[int, int, int], str], list[float]] = {}
     for repeat in range(-1, repeats):  # the first only warms up
         for i, cell in enumerate(cells):
             tell(f"measuring, repeat {max(repeat, 0) + 1} of {repeats}, step {i + 1} of {len(cells)}")
-            for kind in ("plain", "without draft", "whole")[cell not in smallest :]:
+            for kind in kinds if cell in smallest else kinds[:2]:
                 rows = cell[0] if kind == "plain" else cell[1]
                 seconds = _measure(timer, (cell[0], rows, cell[2]), kind == "whole", min(CALLS, room))
                 if repeat >= 0:
                     found.setdefault((cell, kind), []).append(seconds)
-    kinds = ("whole", "without draft", "plain")
-    return StepTimes(tuple(Cell(*cell, *(tuple(found.get((cell, kind), ())) for kind in kinds)) for cell in cells))
+    order = ("whole", "without draft", "plain")
+    return StepTimes(tuple(Cell(*cell, *(tuple(found.get((cell, kind), ())) for kind in order)) for cell in cells))
 
 
 def _measure(timer: RingTimer, cell: tuple[int, int, int], draft: bool, calls: int) -> float:

@@ -47,6 +47,18 @@ def test_cells_fill_every_bucket_and_meet_every_number_of_requests(slots, wanted
         assert lengths.sum() == rows - requests and lengths.max() <= GAMMA and not lengths[requests:].any()
 
 
+def test_a_plain_step_is_verifys_share_without_the_drafts_rows():
+    cells = (
+        Cell(1, 4, 4, (9.0,) * 3, (1.0, 2.0, 1.0), (0.5, 1.0, 0.7)),  # half, in the middle
+        Cell(2, 4, 4, (9.0,) * 3, (3.0,) * 3, (2.7,) * 3), Cell(2, 8, 8, (9.0,) * 3, (4.0,) * 3),
+    )  # fmt: skip
+    times = StepTimes(cells)
+    assert times.verify[4] == 2.0 and times.plain == pytest.approx({1: 1.0, 2: 1.8})  # medians of 1, 3; then .5, .9
+    table = times.table(Fingerprint("m", "1x1", "", "cpu"))
+    assert table.plain is not None and table.plain.points == (1, 2) and times.as_dict()["plain"]["requests"] == [1, 2]
+    assert StepTimes(CELLS).table(Fingerprint("m", "1x1", "", "cpu")).plain is None
+
+
 def test_draft_and_target_are_told_apart():
     draft, verify = {1: 0.5, 2: 0.7}, {2: 1.0, 4: 1.5}
     cells = [
@@ -109,6 +121,7 @@ def test_every_cell_is_measured_with_and_without_the_drafter():
     said = []
     times = own_engine((1, 1)).measure_steps(2, said.append)
     assert [(c.requests, c.rows, c.bucket) for c in times.cells] == WANTED
+    assert [len(c.plain) for c in times.cells] == [2, 2, 0] and min(times.plain.values()) > 0
     assert all(len(c.seconds) == len(c.without_draft) == 2 and min(c.seconds + c.without_draft) > 0 for c in times.cells)
     assert said[0] == "compiling the program that is measured" and said[-1] == "measuring, repeat 2 of 2, step 3 of 3"
 

@@ -10,6 +10,7 @@ import pytest
 
 from dspark_jax.config import DraftConfig, TargetConfig
 from dspark_jax.decode.profile_table import Curve, Fingerprint, measured, read_profile
+from dspark_jax.decode.schedule import Schedule, StaleRate
 from dspark_jax.eplb.placement import Placement
 from dspark_jax.errors import ConfigError
 
@@ -19,7 +20,7 @@ CONFIG = TargetConfig(
 )  # fmt: skip
 DRAFT = DraftConfig(3, noise_token_id=0, target_layer_ids=(0,), num_stages=1)
 HERE = Fingerprint.of(CONFIG, DRAFT, dtype="float32", mesh="1x2", device="cpu", placement=Placement.auto(2, 4, 4, 2))
-TABLE = measured({8: 5.5, 4: 5.0, 16: 9.0}, {1: 1.0, 3: 2.0}, HERE)
+TABLE = measured({8: 5.5, 4: 5.0, 16: 9.0}, {1: 1.0, 3: 2.0}, HERE, {1: 4.0, 3: 5.0})
 RATES = {"sample_batch_tokens": [1, 4, 8], "sample_steps_per_sec": [10, 5, 4], "max_batch_tokens": 12}
 ADDITIVE = {
     "bias_seconds": 0.5, "bs_probes": [1, 3], "alpha_seconds": [0.0, 1.0], "m_probes": [2, 6], "theta_seconds": [1, 3],
@@ -51,7 +52,22 @@ def test_the_curve_is_jagged_and_ends_at_the_largest_bucket():
     assert cost.requests == (1.0, 1.0, 1.5, 2.0, 2.0)
     seconds = cost.seconds(jnp.asarray(2), jnp.asarray([3, 4, 5, 16, 17]))
     np.testing.assert_allclose(seconds, [6.5, 6.5, 7.0, 10.5, np.inf])
+    assert cost.plain == (4.0, 4.0, 4.5, 5.0, 5.0)
+    assert float(cost.plain_seconds(jnp.asarray(2)) or 0) == 4.5
     assert TABLE.cost(requests=1, rows=6).rows == (*[5.0] * 5, *[5.5] * 2)
+
+
+def test_tables_of_earlier_versions_and_foreign_ones_never_rest(tmp_path):
+    TABLE.write(tmp_path / "t.json")
+    value = json.loads((tmp_path / "t.json").read_text())
+    assert value.pop("plain") == {"requests": [1, 3], "seconds": [4.0, 5.0]}
+    table = read_profile(written(tmp_path / "old.json", value))
+    assert table == dataclasses.replace(TABLE, plain=None)
+    foreign = [read_profile(written(tmp_path / "f.json", form)) for form in (RATES, ADDITIVE)]
+    for other in (table, *foreign):
+        cost = other.cost(2, 8)
+        assert cost.plain is None and cost.plain_seconds(jnp.asarray(1)) is None and not Schedule(StaleRate(cost)).rests
+    assert Schedule(StaleRate(TABLE.cost(2, 8))).rests
 
 
 def test_sglangs_rate_form(tmp_path):
@@ -130,6 +146,8 @@ def test_a_table_without_a_fingerprint_passes_only_on_request(tmp_path):
     ("own", {"verify": {"rows": [8, 4], "seconds": [1, 0]}}, ["strictly increasing", r"verify.seconds\[1\] is 0"]),
     ("own", {"verify": {"rows": [4.5], "seconds": ["1"]}}, ["rows holds 4.5", r"seconds\[0\] is '1'"]),
     ("own", {"extra": 1}, ["extra is unknown"]),
+    ("own", {"plain": {"requests": [1, 1], "seconds": [1, 0]}}, ["plain.requests", r"plain.seconds\[1\] is 0"]),
+    ("own", {"plain": None}, ["plain is None; expected an object with requests and seconds"]),
     ("rates", {"sample_batch_tokens": [4, 4, 8]}, ["sample_batch_tokens is .*; expected strictly increasing"]),
     ("rates", {"sample_steps_per_sec": [1, float("nan"), 2]}, [r"sample_steps_per_sec\[1\] is nan"]),
     ("rates", {"max_batch_tokens": 7}, ["max_batch_tokens is 7; expected an integer >= 8"]),

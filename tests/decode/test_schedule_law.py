@@ -25,6 +25,8 @@ STEPS = StepCost((0, 1, 1, 1, 1.2, 1.42, 1.6, 1.8, 2.0, 2.2, *(2.21 + 0.01 * i f
 CLIFF = StepCost((0, 1, 1, 1, *(2.6 + 0.02 * i for i in range(15))))
 # The paper's case (appendix A); two drafts, so that longer blocks cost too much.
 PAPER = StepCost.of_rates((1, 0.5, 0.45, 0.01, 0.01, 0.01))
+# Two confident drafts are worth their time, and a step without drafting is worth more than anything else.
+PLAIN = StepCost(VALLEY.rows, plain=(0.82, 0.82))
 ALL_OR_NONE = StepCost((0, 1, *[4.5] * GAMMA))
 
 LAWFUL = {
@@ -37,6 +39,7 @@ LAWFUL = {
     "stale size, 3 slots": Plan(Schedule(StaleSize(CLIFF)), 3),
     "stale rate of the last rounds": Plan(Schedule(StaleRate(VALLEY, lag=1))),
     "stale rate, 3 slots": Plan(Schedule(StaleRate(CLIFF)), 3),
+    "stale rate that rests": Plan(Schedule(StaleRate(PLAIN, lag=1, memory=1, probe=2))),
 }
 UNLAWFUL = {
     "retrospective": Plan(Schedule(Retrospective(VALLEY))),

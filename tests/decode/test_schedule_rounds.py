@@ -10,7 +10,7 @@ import pytest
 
 from dspark_jax.decode.round import rounds
 from dspark_jax.decode.sampling import SamplingState
-from dspark_jax.decode.schedule import EarlyStop, Schedule, StaleSize, StepCost
+from dspark_jax.decode.schedule import EarlyStop, Schedule, StaleRate, StaleSize, StepCost
 from dspark_jax.decode.state import DecodeState, Emission
 from dspark_jax.testing import LookupTarget
 from helpers.scheduling import KeyedDrafter, Retrospective, begin
@@ -25,7 +25,12 @@ PART, PARTS = 250_002, 4  # of the long test: 10^6 in all
 # Seconds by rows for batches of three requests: steep and then flat; and a cliff in front of the first draft.
 STEPS = StepCost((0, 1, 1, 1, 1.2, 1.42, 1.6, 1.8, 2.0, 2.2, *(2.21 + 0.01 * i for i in range(9))))
 CLIFF = StepCost((0, 1, 1, 1, *(2.6 + 0.02 * i for i in range(15))))
-LAWFUL = {"stale size": Schedule(StaleSize(CLIFF)), "early stop": Schedule(EarlyStop(STEPS))}
+PLAIN = StepCost(STEPS.rows, plain=(0.6,))
+LAWFUL = {
+    "stale size": Schedule(StaleSize(CLIFF)),
+    "early stop": Schedule(EarlyStop(STEPS)),
+    "stale rate that rests": Schedule(StaleRate(PLAIN, lag=1, memory=1, probe=3)),
+}
 SCHEDULES = LAWFUL | {"retrospective": Schedule(Retrospective(CLIFF))}
 
 _LAW = np.array([[0.4, 0.4, 0.1, 0.1], [0.1, 0.5, 0.3, 0.1], [0.3, 0.2, 0.1, 0.4], [0.25] * 4])
@@ -67,8 +72,9 @@ def verdict(tokens: np.ndarray) -> Match:
 
 
 @pytest.mark.long
-def test_three_tokens_have_the_targets_law():
-    tokens, verified = run("stale size")
+@pytest.mark.parametrize("name", ["stale size", "stale rate that rests"])
+def test_three_tokens_have_the_targets_law(name):
+    tokens, verified = run(name)
     found = verdict(tokens)
     assert found.p_value > 1e-4 and found.tv < 0.04, found  # an exact sample of this size is about .022 away
     assert (np.bincount(verified.ravel()) > 0.03 * verified.size).sum() >= 3  # lengths do change
