@@ -104,7 +104,7 @@ class Point:
             timer.free()
 
     def measure_steps(self, repeats: int, rounds: int) -> None:
-        """Fills in the seconds of a step by the drafts of each request, and without drafting. Medians over interleaved repeats."""
+        """Fills in the seconds of a step by the drafts of each request, and without any drafting; medians over repeats."""
         names = self.contest.measured
         self.run(PLAIN, 0, rounds)  # these warm up
         self.run(names[-2], 0, rounds)
