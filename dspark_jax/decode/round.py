@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from dspark_jax.decode import noise
 from dspark_jax.decode.logprobs import committed_logprobs
@@ -27,7 +27,7 @@ from dspark_jax.decode.state import (
     WorkItem,
     decode_item,
 )
-from dspark_jax.decode.verify import COUPLED, REJECTION, coupled_sample, speculative_sample
+from dspark_jax.decode.verify import COUPLED, REJECTION, Verdict, coupled_sample, speculative_sample
 from dspark_jax.models.cache import zero_where
 
 
@@ -125,14 +125,29 @@ def advance(
     position = item.start + base
     with jax.named_scope("verify"):
         if rows.padded:
-            logits = target.logits(zero_where(chosen, jnp.broadcast_to(~item.final[:, None], chosen.shape[:2])))
+            flat = lanes = target.logits(zero_where(chosen, jnp.broadcast_to(~item.final[:, None], chosen.shape[:2])))
         else:
-            logits = rows.to_lanes(target.logits(chosen))
-        drafts, draft_logits = requests.drafts[:, :gamma], requests.draft_logits[:, :gamma]
-        if verify == COUPLED:
-            verdict = coupled_sample(logits, drafts, item.verify, requests.sampling, position)
+            flat, lanes = target.logits(chosen), None
+
+        def by_lane() -> Float32[Array, "R gamma+1 V"]:
+            return rows.to_lanes(flat) if lanes is None else lanes
+
+        def judged(logits: Float32[Array, "R n+1 V"]) -> Verdict:
+            n = logits.shape[1] - 1
+            drafts = requests.drafts[:, :n]
+            if verify == COUPLED:
+                return coupled_sample(logits, drafts, item.verify, requests.sampling, position)
+            draft_logits = requests.draft_logits[:, :n]
+            return speculative_sample(logits, draft_logits, drafts, item.verify, requests.sampling, position)
+
+        if schedule and schedule.rests and gamma:
+            # Without drafts only the anchors' rows are looked at; the tokens are the same.
+            def first() -> Float32[Array, "R 1 V"]:
+                return (rows.first_of_lanes(flat) if lanes is None else lanes[:, 0])[:, None]
+
+            verdict = jax.lax.cond(jnp.any(item.verify > 0), lambda: judged(by_lane()), lambda: judged(first()))
         else:
-            verdict = speculative_sample(logits, draft_logits, drafts, item.verify, requests.sampling, position)
+            verdict = judged(by_lane())
 
     tokens, count, reason = _commit(requests, verdict.accepted, verdict.token, position, item.final, gamma, max_len)
     alive = item.final & (reason == RUNNING)
@@ -175,7 +190,7 @@ def advance(
         accepted=jnp.where(item.final, verdict.accepted, 0),
         verified=item.verify,
         reason=reason,
-        logprobs=committed_logprobs(logits, tokens, count, logprobs),
+        logprobs=None if logprobs is None else committed_logprobs(by_lane(), tokens, count, logprobs),
         rested=rested,
     )
     return requests, draft_cache, stale, emission

@@ -67,6 +67,12 @@ class Rows:
         flat = flat.at[self._lane_index()].set(x)
         return flat[:-1].reshape(self.num_slots, self.width, *x.shape[1:])
 
+    def first_of_lanes(self, x: Shaped[Array, "B ..."]) -> Shaped[Array, "R ..."]:
+        """`to_lanes(x)[:, 0]` of the packed form, without the other rows."""
+        first = self.valid & (self.position == self.start[self.slot])
+        slot = jnp.where(first, self.slot, self.num_slots)
+        return jnp.zeros((self.num_slots + 1, *x.shape[1:]), x.dtype).at[slot].set(x)[:-1]
+
     def from_lanes(self, x: Shaped[Array, "R width ..."]) -> Shaped[Array, "B ..."]:
         """The inverse of `to_lanes`; invalid rows of the packed form get some finite row of `x`."""
         flat = x.reshape(self.num_slots * self.width, *x.shape[2:])
