@@ -16,7 +16,7 @@ from dspark_jax.checkpoint.layout import skeleton
 from dspark_jax.config import DraftConfig
 from dspark_jax.decode import noise
 from dspark_jax.decode.sampling import SamplingParams
-from dspark_jax.decode.schedule import EarlyStop, FixedLength, Schedule, StaleRate, StaleSize, StepCost, Threshold
+from dspark_jax.decode.schedule import EarlyStop, FixedLength, Plan, Schedule, StaleRate, StaleSize, StepCost, Threshold
 from dspark_jax.decode.state import Requests
 from dspark_jax.decode.verify import REJECTION
 from dspark_jax.parallel.mesh import make_mesh
@@ -47,7 +47,12 @@ class BySeed(Schedule):
         return jnp.ones((slots, max(choice.scheduler.history for choice in self.choices), gamma), jnp.float32)
 
     def step(
-        self, requests: Requests, committed: Int[Array, "R"], stale: Float[Array, "R history gamma"], axis: str | None = None
+        self,
+        requests: Requests,
+        committed: Int[Array, "R"],
+        stale: Float[Array, "R history gamma"],
+        axis: str | None = None,
+        plan: Plan | None = None,
     ) -> tuple[Requests, Float[Array, "R history gamma"]]:
         seed = jnp.max(jnp.where(requests.active, requests.sampling.seed, 0)).astype(jnp.int32)
         seed = seed if axis is None else jax.lax.pmax(seed, axis)
