@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from dspark_jax.decode.round import init_requests, rounds
 from dspark_jax.decode.schedule import Block, EarlyStop, Schedule, StaleRate, StaleSize, StepCost
 from dspark_jax.decode.schedule.past import PROBE
+from dspark_jax.decode.verify import COUPLED, REJECTION
 from dspark_jax.errors import ConfigError
 from dspark_jax.parallel.mesh import EXPERT, make_mesh
 from dspark_jax.testing import LookupDrafter, LookupTarget
@@ -132,7 +133,8 @@ class Counted:
         return self.inner.propose(*inputs)
 
 
-def test_the_text_is_plain_decodings_the_drafter_does_not_run_and_its_context_is_whole():
+@pytest.mark.parametrize("verify", [REJECTION, COUPLED])
+def test_the_text_is_plain_decodings_the_drafter_does_not_run_and_its_context_is_whole(verify):
     """Confidences by token: a text that comes and goes between hope and doubt."""
     rng = np.random.default_rng(0)
     base = rng.normal(0, 1.5, (VOCAB, VOCAB))
@@ -144,7 +146,7 @@ def test_the_text_is_plain_decodings_the_drafter_does_not_run_and_its_context_is
     fresh = begin(target, drafter, state(2, temperature=0.0), jnp.asarray([1, 2]), MAX_LEN)
     fresh = replace(fresh, stale=schedule.init(2, GAMMA))
     _ran.clear()
-    run = jax.jit(lambda s: rounds(target, Counted(drafter), s, MAX_LEN, ROUNDS, schedule=schedule))
+    run = jax.jit(lambda s: rounds(target, Counted(drafter), s, MAX_LEN, ROUNDS, schedule=schedule, verify=verify))
     end, emission = jax.device_get(run(fresh))
     jax.effects_barrier()
     rested = emission.rested[:, 0].astype(bool)
