@@ -67,29 +67,21 @@ class Scheduler(Protocol):
 
 
 class Resting(Scheduler, Protocol):
-    """A scheduler that may let the drafter rest: the next round is then a plain step."""
+    """A scheduler that may let the drafter rest, where `rests`, a constant, says so: the next round is then a plain step."""
 
     @property
-    def rests(self) -> bool:
-        """Whether it ever does; a constant of the program."""
-        ...
+    def rests(self) -> bool: ...
 
     def plan(self, block: Block, axis: str | None = None) -> tuple[Bool[Array, ""], Any]:
-        """Before a block is drawn: whether nothing is drafted, equal on all ranks of `axis`; and `Block.expected`.
-
-        `block.confidence` holds zeros: today's confidences do not exist yet.
+        """Before a block is drawn (its confidences are zeros): whether to rest, equal on all ranks of `axis`; and
+        `Block.expected`.
         """
         ...
 
 
 @struct.dataclass
 class Plan:
-    """What `Schedule.plan` has decided about the next round.
-
-    Attributes:
-      rest: nothing is drafted and nothing will be verified; one value, equal on all ranks.
-      expected: see `Resting.plan`.
-    """
+    """The next round: `rest`, whether nothing is drafted or verified, equal on all ranks; `expected` of `Resting.plan`."""
 
     rest: Bool[Array, ""]
     expected: Any = None
@@ -126,7 +118,7 @@ class Schedule:
 
     @property
     def rests(self) -> bool:
-        """Whether the scheduler may let the drafter rest (`Resting`); without, the program has no branch around it."""
+        """Whether the scheduler may rest (`Resting`); if not, the program has no branch for it."""
         return bool(getattr(self.scheduler, "rests", False))
 
     def init(self, slots: int, gamma: int) -> Float[Array, "R history gamma"]:
