@@ -65,23 +65,14 @@ def test_the_decision_looks_at_blocks_that_are_lag_rounds_old_or_older():
     assert planned(three, stale, [1]) and not planned(three, stale, [2])
 
 
-def requests_of(confidence: np.ndarray, emitted: int):
-    base = init_requests(len(confidence), 2, 8, 1)
-    logits = np.log(confidence / (1 - confidence))
-    return replace(
-        base, confidence=jnp.asarray(logits, jnp.float32), num_drafts=jnp.full(len(confidence), 2),
-        emitted=jnp.full(len(confidence), emitted), active=jnp.ones(len(confidence), bool),
-    )  # fmt: skip
-
-
 def test_every_sixteenth_round_drafts_and_a_better_text_is_noticed():
     schedule = Schedule(StaleRate(COST, memory=1))
     plan, step = jax.jit(schedule.plan), jax.jit(schedule.step)
-    stale, drafted = schedule.init(1, 2), []
-    one = jnp.ones(1, jnp.int32)
+    stale, drafted, one = schedule.init(1, 2), [], jnp.ones(1, jnp.int32)
+    fresh = replace(init_requests(1, 2, 8, 1), active=one > 0)
     for t in range(70):
-        doubt = [0.3, 0.4] if t < 45 else [0.9, 0.9]
-        requests = requests_of(np.asarray([doubt]), t + 1)
+        logit = -1.0 if t < 45 else 2.0
+        requests = replace(fresh, confidence=jnp.full((1, 2), logit), num_drafts=2 * one, emitted=(t + 1) * one)
         decision = plan(requests, one, stale)
         assert decision is not None
         if not decision.rest:

@@ -43,14 +43,12 @@ class Past:
     blocks, but at most `memory`; none of them is younger than `lag` rounds. For a request that has not had that many, its
     own blocks are repeated; one that has had none counts as certain of its drafts (survival 1), and starts with all of them.
 
-    Where the best expected rate is below that of a step without drafting (`StepCost.plain`; a cost that does not know it
-    never rests), the next round rests: the drafter is passed over, though it still reads what is committed, and nothing is
-    verified. No confidences are made meanwhile, so every `probe`-th round drafts as usual.
+    Where the best expected rate is below that of a plain step (`StepCost.plain`; a cost without it never rests), the next
+    round rests: the drafter only reads what is committed, and nothing is verified. Every `probe`-th such round drafts as usual.
 
     Exact: whether a round rests is fixed before its block would be drawn, by the blocks that also fix the size, `lag` rounds
-    old or older; rested rounds count, and today's confidences do not exist yet. A rested round draws its token from the
-    target's law, as plain decoding does. Under an expert axis the decision comes from sums over the ranks, and one more
-    reduction makes it one value: the drafter's experts are spread over the ranks, which must all run it or all pass it over.
+    old or older (rested rounds count); today's confidences do not exist yet. A rested round is one of plain decoding. Under
+    an expert axis the decision comes from sums over the ranks and is reduced to one value: all run the drafter, or none.
 
     Raises:
       ConfigError: the lag, the memory or the probe is below 1.
