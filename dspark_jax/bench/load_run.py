@@ -148,7 +148,7 @@ class Point:
 
     def _read(self, timer: RingTimer, seconds: float, outputs: Sequence[TickOutput]) -> Run:
         fields = ("count", "verified", "accepted", "rested")
-        emissions = [[np.asarray(_or_zero(getattr(o.emission, f)))[-1:] for f in fields] for o in outputs]
+        emissions = [[_last(getattr(o.emission, f)) for f in fields] for o in outputs]
         count, verified, accepted, rested = (np.concatenate(x) for x in zip(*emissions, strict=True))
         ticks, rounds = len(outputs) * timer.ticks, int((count > 0).sum())
         expected = len(outputs) * timer.ring.sizes.rounds * self.requests
@@ -157,5 +157,5 @@ class Point:
         return Run(seconds, ticks, rounds, int(count.sum()), int(verified.sum()), int(accepted.sum()), int(rested.sum()))
 
 
-def _or_zero(x: Any) -> Any:
-    return np.zeros(1, np.int32) if x is None else x
+def _last(x: Any) -> np.ndarray:
+    return np.zeros(1) if x is None else np.asarray(x)[-1:]

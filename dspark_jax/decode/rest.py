@@ -17,13 +17,10 @@ def draft_unless(rest: Bool[Array, ""] | None, drafter: Drafter, inputs: tuple[A
     """
 
     def drafted() -> tuple[Proposal, Any]:
-        proposal = drafter.propose(*inputs)
-        fresh = inputs[2]
-
         def pick(new: jax.Array, old: jax.Array) -> jax.Array:
-            return jnp.where(fresh.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+            return jnp.where(inputs[2].reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-        return jax.tree.map(pick, proposal, old), getattr(drafter, "choices", ())
+        return jax.tree.map(pick, drafter.propose(*inputs), old), getattr(drafter, "choices", ())
 
     if rest is None:
         return drafted()[0]
