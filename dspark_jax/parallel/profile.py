@@ -34,8 +34,7 @@ class Cell:
 
     Attributes:
       seconds, without_draft: of one tick, one measurement a repeat; the same repeat measured both one after the other.
-      plain: of one without drafting that has the requests' anchors alone, in the same bucket; measured in the smallest bucket
-        that these requests run in, else empty.
+      plain: without drafting and with the anchors alone, in the same bucket, if it is the requests' smallest one; else empty.
     """
 
     requests: int
@@ -70,8 +69,8 @@ class StepTimes:
 
     @property
     def plain(self) -> dict[int, float]:
-        """Seconds of a tick without drafting over the anchors alone, by requests: `verify` of their bucket, times the median
-        of what share of it is left without the drafts' rows. (So it is on the same footing as `verify`, a mean over requests.)
+        """Seconds of a tick without drafting over the anchors alone, by requests: `verify` of their bucket, which all requests
+        share, times the median share that is left without the drafts' rows.
         """
         verify = self.verify
         cells = [cell for cell in self.cells if cell.plain]

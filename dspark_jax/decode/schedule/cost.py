@@ -18,8 +18,7 @@ class StepCost:
     Attributes:
       rows: seconds by number of rows, from 0 on; the curve may rise and fall as it likes.
       requests: seconds by number of requests, from 0 on; the last one counts for more requests too.
-      plain: seconds of a step without drafting that has the anchors alone, by number of requests, from 0 on (the last one
-        counts for more); None: not known, and schedulers never rest.
+      plain: of a step without drafting that has the anchors alone, likewise; None: not known, and schedulers never rest.
 
     A step of more rows than the table has takes for ever: no scheduler that minds the cost plans one. Under an expert
     axis all numbers are those of one rank.
